@@ -31,7 +31,12 @@ import decoding.validation as validation
 from decoding.answers import Answer, Completion
 from decoding.logits import penalize_text
 from decoding.sampling import INVALID, Sampling, uniform
-from decoding.settings import DEFAULT_NEW_TOKENS
+from decoding.settings import (
+    DEFAULT_LENGTH,
+    DEFAULT_NEW_TOKENS,
+    DEFAULT_TEMPERATURE,
+    new_tokens,
+)
 from model import KVCache, Transformer
 
 
@@ -193,9 +198,6 @@ def stream(
 
 PROMPT_SETTINGS = ("parse_special", "tools", "prefill", "chat_template_kwargs")
 END = object()  # closes an iterator of answers
-DEFAULT_TEMPERATURE = 0.8
-# Positions of a row unless another number is asked for, capped by the context.
-DEFAULT_LENGTH = 4096
 
 
 def calibrate_auto(engine) -> None:
@@ -205,12 +207,12 @@ def calibrate_auto(engine) -> None:
 
 
 @contextlib.contextmanager
-def naming(number: int) -> Iterator[None]:
+def errors_of_prompt(number: int) -> Iterator[None]:
     """Put the number of a prompt in front of a ValueError that it causes."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"prompt {number}: {str(error).removeprefix('prompt 0 ')}") from None
+        raise ValueError(f"prompt {number}: {validation.reason_of(error)}") from None
 
 
 class LLM:
@@ -315,13 +317,13 @@ class LLM:
         seed = settings.pop("seed", 0)
         answers = []
         for number, prompt in enumerate(prompts):
-            with naming(number):
+            with errors_of_prompt(number):
                 answers.append(self.answer(prompt, seed=seed + number, **settings))
         for _ in self.run(answers):
             pass
         completions = []
         for number, answer in enumerate(answers):
-            with naming(number):
+            with errors_of_prompt(number):
                 completions.append(answer.completion())
         return completions
 
@@ -337,12 +339,9 @@ class LLM:
         self._use_processor(settings.pop("logits_processor", self.logits_processor))
         prompt_settings = {name: settings.pop(name) for name in PROMPT_SETTINGS if name in settings}
         ids = self.encode(prompt, **prompt_settings)
-        room = self.engine.max_seq_length - len(ids)
-        if max_new_tokens is None:
-            max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, room))
-        validation.check_lengths(
-            self.engine.model, [ids], [max_new_tokens], self.engine.max_seq_length
-        )
+        limit = self.engine.max_seq_length
+        max_new_tokens = new_tokens(max_new_tokens, ids, limit)
+        validation.check_lengths(self.engine.model, [ids], [max_new_tokens], limit)
         answer = Answer(
             self.tokenizer,
             ids,
@@ -386,7 +385,10 @@ class LLM:
         if logits_processor is old.options.logits_processor:
             return
         if self.running:
-            raise ValueError("another logits_processor cannot start while answers are running")
+            raise ValueError(
+                "another logits_processor cannot start while answers are running: wait for them, or"
+                " abort them"
+            )
         from decoding.engine import Engine
 
         options = replace(old.options, logits_processor=logits_processor)
@@ -399,8 +401,11 @@ class LLM:
     def start(self, answer: Answer) -> None:
         """Add an answer's request to the engine, where it waits for a free slot."""
         if answer.engine not in (None, self.engine):
-            raise ValueError("another logits_processor was asked for before this answer started")
-        id = self.engine.add_request(answer.prompt, **answer.settings)
+            raise ValueError(
+                "another logits_processor was asked for before this answer started: make the answer"
+                " again"
+            )
+        id = self.engine.add_request(answer.prompt, **answer.request_args)
         answer.request = self.engine.requests[id]
         self.running[id] = answer
 

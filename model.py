@@ -218,6 +218,8 @@ class KVCache(nn.Module):
     cache starts as zeros, because a masked NaN still makes 0 * NaN = NaN.
     """
 
+    shared: tuple[str, ...] = ()  # buffers that all rows and positions share
+
     def __init__(
         self,
         B: int,
@@ -244,13 +246,18 @@ class KVCache(nn.Module):
         pos: Tensor,
     ) -> None:
         """Write k and v (B, G, T, E) at pos (B, T)."""
+        self.write(pos, k=k, v=v)
+
+    def write(self, pos: Tensor, **values: Tensor) -> None:
+        """Write (B, G, T, …) at pos (B, T), into the buffers of these names."""
         if pos.size(0) == self.k.size(0) == 1:  # a third of the time of indexing by two tensors
-            self.k.index_copy_(2, pos[0], k)
-            self.v.index_copy_(2, pos[0], v)
+            index = pos[0]  # (T,)
+            for name, x in values.items():
+                getattr(self, name).index_copy_(2, index, x)
             return
         row = torch.arange(pos.size(0), device=pos.device)[:, None]  # (B, 1)
-        self.k[row, :, pos] = k.transpose(1, 2)  # (B, G, T, E) -> (B, T, G, E)
-        self.v[row, :, pos] = v.transpose(1, 2)
+        for name, x in values.items():
+            getattr(self, name)[row, :, pos] = x.transpose(1, 2)  # (B, G, T, …) -> (B, T, G, …)
 
     def attend(
         self,
@@ -263,15 +270,18 @@ class KVCache(nn.Module):
         k, v = self.read(q.size(0), visible)
         return attend(q, k, v, visible.mask, sinks)
 
-    def read(self, B: int, visible: AttentionMask) -> tuple[Tensor, Tensor]:
+    def read(self, B: int, visible: AttentionMask) -> list[Tensor]:
         """Keys and values (B, G, S, E) of the first B rows."""
+        return self.read_buffers(("k", "v"), B, visible)
+
+    def read_buffers(self, names: tuple[str, ...], B: int, visible: AttentionMask) -> list[Tensor]:
+        """The visible positions (B, G, S, …) of the first B rows of these buffers."""
         if visible.index is None:
             S = visible.mask.size(-1)
-            return self.k[:B, :, :S], self.v[:B, :, :S]
+            return [getattr(self, name)[:B, :, :S] for name in names]
         row = torch.arange(B, device=self.k.device)[:, None]  # (B, 1)
-        k = self.k[row, :, visible.index]  # (B, S, G, E)
-        v = self.v[row, :, visible.index]
-        return k.transpose(1, 2), v.transpose(1, 2)  # (B, G, S, E)
+        # (B, S, G, …) -> (B, G, S, …)
+        return [getattr(self, name)[row, :, visible.index].transpose(1, 2) for name in names]
 
     def views(
         self,
@@ -281,7 +291,11 @@ class KVCache(nn.Module):
     ) -> dict[str, Tensor]:
         """Positions [begin, end) of these rows by buffer name: views, or copies where rows are a
         list."""
-        return {name: x[rows, :, begin:end] for name, x in self.named_buffers()}
+        return {
+            name: x[rows, :, begin:end]
+            for name, x in self.named_buffers()
+            if name not in self.shared
+        }
 
 
 def row_view(module: nn.Module, begin: int, end: int) -> nn.Module:

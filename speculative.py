@@ -142,24 +142,23 @@ def accept(
 
 
 def run_round(
-    drafter: "Drafter",
-    model: Transformer,
+    rows,
     caches: Caches,
-    state: nn.Module,
-    lag: int,
+    draft_lag: int,
     maybe_compile: Callable,
     forced_tokens: Tensor | None = None,
 ) -> object:
-    """Decide 1 to K + 1 tokens of every row, K = state.k. Returns a timestamp, taken when drafting
-    has ended and verification begins.
+    """Decide 1 to K + 1 tokens of every one of the `rows` (decoding/runner.py), K = state.k.
+    Returns a timestamp, taken when drafting has ended and verification begins.
 
-    `lag`: how many decided positions the drafter's own cache may be missing, besides those that its
-    first pass computes anyway. `forced_tokens` (B, K) replace
-    the drafted ones. Rows outside drafter.rows_to_draft are decided as in plain decoding.
+    `draft_lag`: how many decided positions the drafter's own cache may be missing, besides those
+    that its first pass computes anyway. `forced_tokens` (B, K) replace the drafted ones. Rows
+    outside drafter.rows_to_draft are decided as in plain decoding.
     """
+    state, target, drafter = rows
     # SPECULATE: K tokens for every row, and the distributions that the drafter drew them from.
-    if lag:
-        drafter.catch_up(state, lag)
+    if draft_lag:
+        drafter.catch_up(state, draft_lag)
     draft_tokens, draft_probs = drafter.propose(state)  # (B, K), (B, K, V)
     n = draft_tokens.size(1)
     assert n == state.k, f"the drafter proposed {n} tokens instead of {state.k}"
@@ -171,7 +170,7 @@ def run_round(
         draft_tokens = forced_tokens
     state.write_masks(draft_tokens)
     verify = maybe_compile(verify_step, state, state.k)
-    verify(model, caches, state, draft_tokens, draft_probs)
+    verify(target.model, caches, state, draft_tokens, draft_probs)
     drafter.advance(state.accepted.clamp(min=0))
     return drafted_at
 
@@ -363,9 +362,9 @@ class Drafter(nn.Module):
         """Called after every step, drafted or plain. Writes to state.can_draft (B,) whether a row
         has a draft."""
 
-    def catch_up(self, state: nn.Module, lag: int) -> None:
-        """Called before a round when up to `lag` tokens of a row were decided without this
-        drafter."""
+    def catch_up(self, state: nn.Module, draft_lag: int) -> None:
+        """Called before a round when up to `draft_lag` tokens of a row were decided without
+        this drafter."""
 
 
 class ModelDraft(Drafter):
@@ -484,17 +483,17 @@ class ModelDraft(Drafter):
         is_parked = state.pos[:, None] >= state.parked_pos  # (B, 1)
         return tokens, torch.where(is_parked, self.runner.S, pos)
 
-    def catch_up(self, state: nn.Module, lag: int) -> None:
+    def catch_up(self, state: nn.Module, draft_lag: int) -> None:
         if not self.owns_cache:
             return
         caches = self.runner.slice_to(state.length)
-        fill = self.maybe_compile(self.fill, state)
-        for begin in reversed(range(0, lag, self.CHUNK)):  # the oldest first
+        run_chunk = self.maybe_compile(self.run_chunk, state)
+        for begin in reversed(range(0, draft_lag, self.CHUNK)):  # the oldest first
             # `draw_next` writes the latest `num_input_tokens`.
             self.num_behind.fill_(self.num_input_tokens + begin)
-            fill(caches, state)
+            run_chunk(caches, state)
 
-    def fill(self, caches: Caches, state: nn.Module) -> None:
+    def run_chunk(self, caches: Caches, state: nn.Module) -> None:
         """Write keys and values of CHUNK positions, of which the last is `pos` - `num_behind`."""
         last = (state.pos - self.num_behind).clamp(min=0)
         self.hidden(caches, state, last, self.CHUNK)
@@ -554,13 +553,13 @@ def parse_layers(text: str) -> list[int]:
     layers = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        named = range(0)
+        layer_range = range(0)
         if match:
             first, last = match.groups()
-            named = range(int(first), int(last or first) + 1)
-        if not named:
+            layer_range = range(int(first), int(last or first) + 1)
+        if not layer_range:
             raise ValueError(f"{part!r} is no layer or range of layers; give ranges like 0-7,24-31")
-        layers += named
+        layers += layer_range
     return layers
 
 

@@ -54,7 +54,7 @@ from benchmarks.record import failed_row, one_of, publish, ratios, row
 from benchmarks.shapes import MOE, TINYLLAMA, config_json
 from benchmarks.tables import PAGES, fill
 from benchmarks.workers import READ_NOTE, interleave, quickdraft, race_rows, seconds_of
-from cli.errors import ending_plainly
+from cli.errors import exit_on_error
 from cli.flags import Parser, positive
 from weights.schemes import SCHEMES
 
@@ -554,7 +554,7 @@ def main() -> None:
         help="draw the pictures and fill the tables of all results files",
     )
     args = parser.parse_args()
-    with ending_plainly():
+    with exit_on_error():
         run(args)
 
 

@@ -32,7 +32,7 @@ from benchmarks.pipes import Worker
 from benchmarks.record import list_of, one_of, publish, ratios, row
 from benchmarks.shapes import GPU_SHAPES, K, counting_model, mislead
 from benchmarks.workers import race, race_rows
-from cli.errors import ending_plainly
+from cli.errors import exit_on_error
 from cli.flags import Parser, positive
 from decoding.engine import Engine
 from decoding.readback import step_times, synchronize
@@ -351,7 +351,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    with ending_plainly():
+    with exit_on_error():
         run(parse_args())
 
 

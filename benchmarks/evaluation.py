@@ -22,7 +22,7 @@ from unittest import mock
 
 from benchmarks.pipes import ROOT, Worker, answer_lines, close, in_turn
 from benchmarks.record import publish, ratios, row
-from cli.errors import ending_plainly
+from cli.errors import exit_on_error
 from cli.flags import Parser, positive
 from loading.target import pick_device
 
@@ -242,7 +242,7 @@ def main() -> None:
         help="measurements of every program; default: %(default)s",
     )
     add("--write", type=Path, metavar="FILE", help="merge the rows into this results file")
-    with ending_plainly():
+    with exit_on_error():
         print(json.dumps(run(parser.parse_args())))
 
 

@@ -104,7 +104,7 @@ class Subject:
         scheme, config = scheme_of(format), config_from_hf(shape_config(args, name))
         with larger_chunks(args.device):
             self.model = random_model(
-                config, device=args.device, quantize=scheme, head=scheme, pack=False
+                config, device=args.device, quantize=scheme, head_scheme=scheme, pack=False
             )
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(0, config.vocab_size, (1, args.filled + K), generator=generator).to(

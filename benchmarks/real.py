@@ -42,10 +42,10 @@ from benchmarks.clients import measure_clients
 from benchmarks.pipes import ROOT, Worker, close, first_byte_s, in_turn
 from benchmarks.record import one_of, publish, ratios, row
 from cli.answers import RowAnswer
-from cli.errors import ending_plainly
+from cli.errors import exit_on_error
 from cli.flags import Parser, parse_args, positive
 from cli.options import Options
-from cli.prompts import Prompt
+from cli.prompts import Prompt, Row
 from cli.running import run_interruptibly
 from decoding.sampling import Sampling
 from generate import LLM
@@ -120,15 +120,15 @@ def answer_requests(flags: list[str]) -> None:
         for line in sys.stdin:
             request = json.loads(line)
             llm.stop_ids = frozenset(request.get("stop_ids", ()))
-            prompt = Prompt(
-                "",
+            row = Row(
+                Prompt(""),
                 ids=request["ids"],
                 max_new_tokens=request["new"],
                 seed=0,
                 sampling=sampling,
                 stop=[],
             )
-            for answer in run_interruptibly(llm, [RowAnswer(llm, prompt)]):
+            for answer in run_interruptibly(llm, [RowAnswer(llm, row)]):
                 print(json.dumps(answer.result(llm.engine)), file=out, flush=True)
 
     with mock.patch.object(cli.main, "chat", answer_lines):
@@ -547,7 +547,7 @@ def main() -> None:
     args = options()
     if args.worker:
         return answer_requests(args.worker)
-    with ending_plainly():
+    with exit_on_error():
         print(json.dumps(run(args)))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cli.errors import ending_plainly, use_threads
+from cli.errors import exit_on_error, use_threads
 from cli.flags import Parser
 from decoding.engine import Engine
 from decoding.sampling import Sampling
@@ -71,7 +71,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     use_threads(None)
-    with ending_plainly():
+    with exit_on_error():
         args.output.write_text("\n".join(questions(args.checkpoint, args.count)) + "\n")
 
 

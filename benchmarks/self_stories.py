@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from cli.errors import ending_plainly, use_threads
+from cli.errors import exit_on_error, use_threads
 from cli.flags import Parser
 from decoding.engine import Engine
 from decoding.sampling import Sampling
@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first story")
     args = parser.parse_args()
     use_threads(None)
-    with ending_plainly():
+    with exit_on_error():
         {"learn": learn, "write": write}[args.part](args)
 
 

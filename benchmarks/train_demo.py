@@ -27,7 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.shapes import config_json
-from cli.errors import ending_plainly
+from cli.errors import exit_on_error
 from cli.flags import Parser
 from loading.checkpoint import load_model
 from loading.config import config_from_hf
@@ -272,7 +272,7 @@ def run(args: argparse.Namespace) -> dict:
 
 def main() -> None:
     args = parse_args()
-    with ending_plainly():
+    with exit_on_error():
         print(json.dumps(run(args)))
 
 

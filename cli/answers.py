@@ -3,7 +3,7 @@
 import math
 
 from cli.draft_marks import DraftMarks
-from cli.prompts import Prompt
+from cli.prompts import Row
 from cli.report import (
     bytes_read,
     decided,
@@ -26,7 +26,7 @@ class RowAnswer(Answer):
     def __init__(
         self,
         llm: LLM,
-        row: Prompt,
+        row: Row,
         streaming: bool = False,
         marks: DraftMarks | None = None,
         number: int = 0,

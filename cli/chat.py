@@ -14,8 +14,9 @@ from pathlib import Path
 
 from cli.answers import RowAnswer
 from cli.draft_marks import draft_marks, print_legend
+from cli.exits import print_status
 from cli.options import Options
-from cli.prompts import Prompt, parsed_lines, template_kwargs
+from cli.prompts import Prompt, Row, parsed_lines, template_kwargs
 from cli.report import RowStatistics, decided, rate
 from cli.running import run_interruptibly
 from cli.word_wrap import WordWrap
@@ -96,7 +97,7 @@ class Conversation:
     def undo(self) -> str | None:
         """Forget the last message and its answer. Returns the message; None if there is none."""
         if len(self.messages) == len(self.opening):
-            print("there is no message yet", file=sys.stderr)
+            print_status("there is no message yet")
             return None
         message, _ = self.messages[-2:]
         del self.messages[-2:]
@@ -107,14 +108,14 @@ class Conversation:
         if self.ranks.rank != 0:
             return
         if not file or len(self.messages) == len(self.opening):
-            print("/save FILE needs a name, and a message to save", file=sys.stderr)
+            print_status("/save FILE needs a name, and a message to save")
             return
         try:
             with Path(file).expanduser().open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
-            print(f"saved to {file}", file=sys.stderr)
+            print_status(f"saved to {file}")
         except (OSError, ValueError, RuntimeError) as error:  # of names that no file can have
-            print(f"error: /save {file!r}: {error}", file=sys.stderr)
+            print_status(f"error: /save {file!r}: {error}")
 
     def load(self, file: str) -> None:
         """Continue the conversation in the last line of a file, such as `save` writes."""
@@ -124,7 +125,7 @@ class Conversation:
                 *_, last_line = Path(file).expanduser().read_bytes().strip().split(b"\n")
                 messages = messages_of(last_line, file)
             except (OSError, ValueError, RuntimeError) as error:
-                print(f"error: /load {file!r}: {error}", file=sys.stderr)
+                print_status(f"error: /load {file!r}: {error}")
         messages = self.ranks.broadcast_object(messages)
         if messages:
             self.messages = messages
@@ -147,17 +148,15 @@ class Conversation:
             del messages[len(self.opening) : len(self.opening) + 2]  # a message and its answer
             prompt = self.encode(messages, text)
         if len(prompt) + (requested or 1) > self.limit:
-            print(
+            print_status(
                 f"this message is too long: {len(prompt)} tokens and {requested or 1} new ones do"
-                f" not fit in {self.limit} positions; --max_seq_length sets another number",
-                file=sys.stderr,
+                f" not fit in {self.limit} positions; --max_seq_length sets another number"
             )
             return None
         if len(messages) < len(self.messages) and not self.has_dropped:
             self.has_dropped = True
-            print(
-                f"the context of {self.limit} positions is full: the oldest turns leave it",
-                file=sys.stderr,
+            print_status(
+                f"the context of {self.limit} positions is full: the oldest turns leave it"
             )
         self.messages = messages
         return prompt
@@ -182,8 +181,8 @@ def chat(llm: LLM, options: Options) -> None:
     conversation = Conversation(llm, options)
     ranks = llm.engine.ranks
     if llm.tokenizer.template is None:
-        print("this folder has no chat template: chatting as plain text", file=sys.stderr)
-    print(f"context of {limit} positions; /help lists the commands", file=sys.stderr)
+        print_status("this folder has no chat template: chatting as plain text")
+    print_status(f"context of {limit} positions; /help lists the commands")
     marks = draft_marks(options)
     if marks is not None:
         print_legend(marks)
@@ -199,30 +198,31 @@ def chat(llm: LLM, options: Options) -> None:
         except KeyboardInterrupt:
             if ranks.world > 1:  # ranks stop at different tokens, and torchrun ends them
                 raise
-            print("[interrupted]", file=sys.stderr)
+            print_status("[interrupted]")
 
 
 def run_command(conversation: Conversation, text: str) -> str | None:
     """Run a line's command. Returns the message to answer, if there is one."""
     command, _, argument = text.strip().partition(" ")
-    if command == "/reset":
-        conversation.reset()
-    elif command == "/undo":
-        conversation.undo()
-    elif command == "/retry":
-        return conversation.undo()
-    elif command == "/save":
-        conversation.save(argument.strip())
-    elif command == "/load":
-        conversation.load(argument.strip())
-    elif command == "/help":
-        print(HELP, file=sys.stderr)
-    elif command.startswith("//"):
-        return text.replace("//", "/", 1)
-    elif command.startswith("/"):
-        print(f"there is no command {command}: see /help", file=sys.stderr)
-    elif command:
-        return text
+    match command:
+        case "/reset":
+            conversation.reset()
+        case "/undo":
+            conversation.undo()
+        case "/retry":
+            return conversation.undo()
+        case "/save":
+            conversation.save(argument.strip())
+        case "/load":
+            conversation.load(argument.strip())
+        case "/help":
+            print_status(HELP)
+        case _ if command.startswith("//"):
+            return text.replace("//", "/", 1)
+        case _ if command.startswith("/"):
+            print_status(f"there is no command {command}: see /help")
+        case _ if command:
+            return text
     return None
 
 
@@ -235,8 +235,8 @@ def answer_message(
     if prompt is None:
         return
     defaults = options.requests
-    row = Prompt(
-        text,
+    row = Row(
+        Prompt(text),
         ids=prompt,
         max_new_tokens=defaults.max_new_tokens or conversation.limit - len(prompt),
         seed=defaults.seed + turn_number,
@@ -250,7 +250,7 @@ def answer_message(
     try:
         for _ in run_interruptibly(llm, [answer]):
             answer.check()
-            print(f"[{status_line(answer)}]", file=sys.stderr)
+            print_status(f"[{status_line(answer)}]")
     finally:
         conversation.add(text, answer.text)
 
@@ -260,7 +260,7 @@ def status_line(answer: RowAnswer) -> str:
     share accepted."""
     request = answer.request
     num_read = len(answer.prompt) - request.num_reused
-    line = f"{num_read} tokens read, {request.num_reused} kept, {answer.finish_reason},"
+    line = f"{num_read} tokens read, {request.num_reused} reused, {answer.finish_reason},"
     line += f" {rate(decided([request]), request.decode_s):.1f} tok/s"
     if request.token_records:
         counts = RowStatistics(request.token_records)

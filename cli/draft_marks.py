@@ -10,6 +10,7 @@ import os
 import sys
 from typing import NamedTuple
 
+from cli.exits import print_status
 from cli.options import Options
 from cli.report import ACCEPTED, CORRECTED
 
@@ -58,4 +59,4 @@ def print_legend(marks: DraftMarks) -> None:
         return
     accepted = marks.accepted.format("drafted and accepted")
     corrected = marks.marked("the model's own", CORRECTED, ["drafted and rejected"])
-    print(f"{accepted}, {corrected}, neither: not drafted", file=sys.stderr)
+    print_status(f"{accepted}, {corrected}, neither: not drafted")

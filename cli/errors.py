@@ -1,6 +1,6 @@
 """Where a program meets the system: exit statuses, Ctrl-C, pipes, launchers, a container's quota.
 
-ending_plainly          stands around every program; cli/exits.py prints its errors
+exit_on_error          stands around every program; cli/exits.py prints its errors
 defer_interrupts        Ctrl-C between two steps
 use_threads, cpu_share  threads of a CPU
 free_memory             bytes that may still be allocated
@@ -26,7 +26,7 @@ OLDEST_TORCH = [2, 11]
 
 
 @contextlib.contextmanager
-def ending_plainly(joins_ranks: bool = False) -> Iterator[None]:
+def exit_on_error(joins_ranks: bool = False) -> Iterator[None]:
     """An error that the user can act on is one line and status 2; Ctrl-C is status 130; a closed
     stdout, as in `program | head`, ends quietly; a bug keeps its traceback.
 
@@ -67,7 +67,8 @@ def ending_plainly(joins_ranks: bool = False) -> Iterator[None]:
 def check_torch() -> None:
     if [int(part) for part in torch.__version__.split(".")[:2]] < OLDEST_TORCH:
         raise ValueError(
-            f"torch {torch.__version__} is too old: quickdraft is tested on 2.11 to 2.14"
+            f"torch {torch.__version__} is too old: quickdraft needs 2.11 or later, and is"
+            " tested up to 2.14"
         )
 
 
@@ -103,10 +104,11 @@ def silent(is_silent: bool) -> Iterator[None]:
     if not is_silent:
         yield
         return
-    with contextlib.ExitStack() as stack:
-        nowhere = stack.enter_context(open(os.devnull, "w"))
-        stack.enter_context(contextlib.redirect_stdout(nowhere))
-        stack.enter_context(contextlib.redirect_stderr(nowhere))
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
         yield
 
 

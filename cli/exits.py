@@ -1,4 +1,4 @@
-"""The last line of a program that fails, and its exit status. This file needs no torch, so flags
+"""Lines on stderr, and the exit status of a program that fails. This file needs no torch, so flags
 are refused early."""
 
 import os
@@ -27,6 +27,11 @@ def fail(error: Exception | str) -> NoReturn:
         error = error if rank == "0" else f"rank {rank}: {error}"
     print_error(error)
     sys.exit(2)
+
+
+def print_status(text: str) -> None:
+    """Print on stderr what is no answer: stdout has answers alone."""
+    print(text, file=sys.stderr)
 
 
 def print_error(error: Exception | str) -> None:

@@ -13,18 +13,18 @@ import difflib
 import importlib.metadata
 import json
 import platform
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TypeVar
 
-from cli.exits import fail
+from cli.exits import fail, print_status
 from cli.options import Options, OutputOptions, PromptOptions, RequestDefaults, RunOptions
 from decoding.options import CACHE_NAMES, VERIFICATIONS, EngineOptions
 from decoding.settings import (
     DEFAULT_K,
     DEFAULT_NEW_TOKENS,
+    DEFAULT_TEMPERATURE,
     RANDOM_SEED,
     SETTINGS,
     is_random,
@@ -181,7 +181,7 @@ def parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("sampling").add_argument
     for name, setting in SETTINGS.items():
-        default = 0.8 if name == "temperature" else setting.default
+        default = DEFAULT_TEMPERATURE if name == "temperature" else setting.default
         usual = "" if default is None else f"; default: {default:g}"
         add(
             f"--{name}",
@@ -405,5 +405,5 @@ def with_chosen_seed(options: Options, broadcast: Callable[[int], int] = int) ->
     if not is_random(options.requests.seed):
         return options
     seed = broadcast(random_seed())
-    print(f"--seed {seed} repeats this run", file=sys.stderr)
+    print_status(f"--seed {seed} repeats this run")
     return replace(options, requests=replace(options.requests, seed=seed))

@@ -18,10 +18,10 @@ import torch
 
 from cli.answers import RowAnswer
 from cli.chat import chat
-from cli.errors import defer_interrupts, ending_plainly, silent, use_threads
-from cli.exits import print_broken
+from cli.errors import defer_interrupts, exit_on_error, silent, use_threads
+from cli.exits import print_broken, print_status
 from cli.flags import parse_args, with_chosen_seed
-from cli.opening import Demand, open_llm
+from cli.opening import Workload, open_llm
 from cli.options import Options
 from cli.output import Output, ResultFile
 from cli.page import write_report
@@ -50,14 +50,14 @@ PATH_FLAGS = (
 )
 
 
-@ending_plainly(joins_ranks=True)
+@exit_on_error(joins_ranks=True)
 def main(options: Options | None = None) -> None:
     options = parse_args() if options is None else options
     device = pick_device(local_device(options.model.device))
     everyone = join(device, options.run.timeout)
     use_threads(options.run.threads)
     with silent(everyone.rank > 0):
-        everyone.check_same(lambda: settings(options))
+        everyone.check_same(lambda: values_to_compare(options))
         options = with_chosen_seed(options, everyone.broadcast_object)
         job = Job(options, device, everyone)
         profile = options.output.profile if everyone.rank == 0 else None
@@ -100,8 +100,8 @@ class Job:
             # Several replicas compare their files here; the ranks of one do so while loading.
             everyone.check_same(Checkpoint(options.model.checkpoint).fingerprints)
         self.cache = PromptCache(options)
-        demand = Demand(prompts, None, self.piped, self.answered, self.replicas.count)
-        self.llm, self.rows, self.refused = open_llm(options, demand, device, ranks)
+        workload = Workload(prompts, None, self.piped, self.answered, self.replicas.count)
+        self.llm, self.rows, self.refused = open_llm(options, workload, device, ranks)
         self.prefixes = [row.ids for row in self.rows]  # of the prompts, for the cache's file
         self.output = Output(self.llm, self.rows, options, self.replicas, file, self.piped)
 
@@ -122,7 +122,7 @@ class Job:
             report(output.timings(), self.llm.engine)
         if self.replicas.count > 1:
             count = self.replicas.count
-            print(f"the first of {count} replicas; all together {output.rate()}", file=sys.stderr)
+            print_status(f"the first of {count} replicas; all together {output.rate()}")
         if self.options.output.report and self.replicas.is_root:
             write_report(self.options, output.answers, self.llm.engine)
 
@@ -131,8 +131,8 @@ class Job:
         return bool(self.broken or self.refused or self.output.has_errors)
 
 
-def settings(options: Options) -> dict[str, object]:
-    """Settings that must be equal on all ranks. Paths may differ between machines, so only their
+def values_to_compare(options: Options) -> dict[str, object]:
+    """What must be equal on all ranks. Paths may differ between machines, so only their
     presence counts."""
     values = {"its torch": torch.__version__}
     for name, value in options.flags.items():

@@ -10,7 +10,7 @@ from cli.options import Options
 from cli.report import cached_bytes
 from decoding.engine import cache_class
 from loading.checkpoint import Checkpoint
-from loading.draft_kinds import kind_of
+from loading.draft_types import draft_type_of
 from loading.models import empty_model, pick_dtype
 from loading.quantization import StoredForm, resolve_schemes
 from loading.target import target_config
@@ -46,10 +46,12 @@ def session_bytes(options: Options, device: torch.device, ranks: Ranks) -> tuple
     models = []
     weights = 0
 
-    def add(config: Config, form: StoredForm, quantize: str, head: str, ranks: Ranks) -> None:
+    def add(
+        config: Config, form: StoredForm, quantize: str, head_choice: str, ranks: Ranks
+    ) -> None:
         dtype = pick_dtype(chosen.dtype, config.dtype, device)
-        scheme, head, overrides = resolve_schemes(form, Path(), quantize, head)
-        models.append(empty_model(config, dtype, scheme, head, ranks, overrides))
+        scheme, head_scheme, overrides = resolve_schemes(form, Path(), quantize, head_choice)
+        models.append(empty_model(config, dtype, scheme, head_scheme, ranks, overrides))
 
     config = target_config(chosen)
     form = StoredForm()
@@ -58,7 +60,7 @@ def session_bytes(options: Options, device: torch.device, ranks: Ranks) -> tuple
     add(config, form, chosen.quantize, chosen.quantize_head, ranks)
     if draft.checkpoint:
         checkpoint = Checkpoint(draft.checkpoint)
-        if kind_of(checkpoint.hf) in ("model", "pard"):
+        if draft_type_of(checkpoint.hf) in ("model", "pard"):
             config, form, _ = checkpoint.weights
             add(config, form, draft.quantize, None, ranks if draft.sharded else ALONE)
         else:

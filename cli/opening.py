@@ -1,12 +1,11 @@
 """Options and prompts -> an LLM that is ready to decode them, and the rows.
 
-Demand          what is to be decoded: prompts of a file, an open pipe, or a server's slots
+Workload          what is to be decoded: prompts of a file, an open pipe, or a server's slots
 open_llm        checks memory, loads, encodes, makes an engine of the right size and warms it up
 load_models     target, tokenizer and drafter, packed for their kernels
 """
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -15,16 +14,17 @@ import torch
 
 import drafts.registry as registry
 from cli.errors import free_memory
-from cli.exits import print_broken
+from cli.exits import print_broken, print_status
 from cli.memory import check_memory
 from cli.options import Options
 from cli.output import unanswered
-from cli.prompts import Encoder, Prompt
+from cli.prompts import Encoder, Prompt, Row
 from cli.report import cached_bytes
 from cli.running import warm_up
 from decoding.engine import Engine, cache_class
 from decoding.sampling import PATHS as SAMPLING_PATHS
 from decoding.sampling import Sampling
+from decoding.settings import DEFAULT_LENGTH
 from drafts.registry import check_draft, is_folder
 from generate import LLM
 from loading.target import target_config
@@ -38,13 +38,12 @@ from weights.walker import batch_invariant_rows
 COMPILED_PROMPTS = 8192
 # An engine's positions are a multiple: prompts of many lengths load the same compiled step.
 COMPILED_LENGTHS = 512
-CHAT_LENGTH = 4096  # positions of a chat or a pipe without --max_seq_length
 MAX_ROWS = 32  # decoded at a time, of a file, without --batch_size
 MAX_PIPED_ROWS = 8
 
 
 @dataclass(frozen=True)
-class Demand:
+class Workload:
     """What an engine is opened for. `num_slots` is set by a server, whose prompts come later;
     `piped`: the prompts come through a pipe, later too. `answered`: the rows that --output's file
     already has. `num_replicas` replicas share the prompts."""
@@ -63,36 +62,36 @@ class Demand:
 
 class Opened(NamedTuple):
     llm: LLM
-    rows: list[Prompt]  # samples without an answer
+    rows: list[Row]  # samples without an answer
     refused: list[str]  # an error for each line that does not fit
 
 
 def open_llm(
-    options: Options, demand: Demand, device: torch.device, ranks: Ranks = ALONE
+    options: Options, workload: Workload, device: torch.device, ranks: Ranks = ALONE
 ) -> Opened:
     """Load the models, and make and warm up an engine: one that these prompts fit in, or one for
     prompts of all kinds where they come later."""
     limit = context_limit(options, target_config(options.model))
     # Replicas on one CPU load at different times.
-    if demand.num_replicas == 1 or device.type == "cuda":
-        min_length = smallest_length(options, demand, limit)
+    if workload.num_replicas == 1 or device.type == "cuda":
+        min_length = smallest_length(options, workload, limit)
         num_positions = engine_length(options, device, min_length, limit)
-        check_memory(options, device, ranks, smallest_batch(options, demand), num_positions)
+        check_memory(options, device, ranks, smallest_batch(options, workload), num_positions)
     model, tokenizer, drafter = load_models(options, device, ranks)
     encoder = Encoder(options, tokenizer, model, limit)
-    samples, refused = ranks.broadcast_object(encoder.encode_all(demand.prompts))
+    samples, refused = ranks.broadcast_object(encoder.encode_all(workload.prompts))
     print_broken(refused, samples)
-    rows = unanswered(samples, demand.answered)
+    rows = unanswered(samples, workload.answered)
     if len(rows) < len(samples):
         num_skipped = len(samples) - len(rows)
-        print(f"{options.output.file} answers {num_skipped} rows already: skipped", file=sys.stderr)
+        print_status(f"{options.output.file} answers {num_skipped} rows already: skipped")
 
     length = limit
     if options.run.max_seq_length is None:
         lengths = [len(row.ids) + row.max_new_tokens for row in rows]
-        length = max(lengths, default=min(limit, CHAT_LENGTH))
+        length = max(lengths, default=min(limit, DEFAULT_LENGTH))
     length = engine_length(options, device, length, limit)
-    num_slots = demand.num_slots or choose_slots(options, demand, rows, length, model, drafter)
+    num_slots = workload.num_slots or choose_slots(options, workload, rows, length, model, drafter)
     num_prompt_tokens = sum(len(row.ids) for row in rows)
     compiles_prompts = device.type == "cuda" or num_prompt_tokens >= COMPILED_PROMPTS
     engine_options = replace(options.engine, compile_prompts=None if compiles_prompts else False)
@@ -141,47 +140,44 @@ def context_limit(options: Options, config: Config) -> int:
     return limit
 
 
-def smallest_length(options: Options, demand: Demand, limit: int) -> int:
+def smallest_length(options: Options, workload: Workload, limit: int) -> int:
     """Positions that a row needs at least: prompts are not encoded yet."""
     if options.run.max_seq_length:
         return limit
-    if not demand.prompts:
-        return min(limit, CHAT_LENGTH)
+    if not workload.prompts:
+        return min(limit, DEFAULT_LENGTH)
     default = options.requests.max_new_tokens or 1
-    return min(limit, max(prompt.max_new_tokens or default for prompt in demand.prompts))
+    return min(limit, max(prompt.max_new_tokens or default for prompt in workload.prompts))
 
 
-def smallest_batch(options: Options, demand: Demand) -> int:
+def smallest_batch(options: Options, workload: Workload) -> int:
     """Rows that are decoded at a time at least."""
     batch_size = options.run.batch_size or 1
-    if demand.num_slots is not None or demand.piped:
-        return demand.num_slots or batch_size
-    num_rows = len(demand.prompts) * options.prompts.num_samples - len(demand.answered)
+    if workload.num_slots is not None or workload.piped:
+        return workload.num_slots or batch_size
+    num_rows = len(workload.prompts) * options.prompts.num_samples - len(workload.answered)
     return max(1, min(batch_size, num_rows))
 
 
 def choose_slots(
     options: Options,
-    demand: Demand,
-    rows: list[Prompt],
+    workload: Workload,
+    rows: list[Row],
     length: int,
     model: Transformer,
     drafter: Drafter | None,
 ) -> int:
     """The rows that are decoded at a time: --batch_size, or a number that fits in memory, which is
     printed."""
-    max_rows = demand.max_rows
-    if not demand.piped:
-        max_rows = max(1, math.ceil(len(rows) / demand.num_replicas))
+    max_rows = workload.max_rows
+    if not workload.piped:
+        max_rows = max(1, math.ceil(len(rows) / workload.num_replicas))
     if options.run.batch_size is not None:
-        return options.run.batch_size if demand.piped else min(options.run.batch_size, max_rows)
-    max_rows = min(max_rows, demand.max_rows)
+        return options.run.batch_size if workload.piped else min(options.run.batch_size, max_rows)
+    max_rows = min(max_rows, workload.max_rows)
     num_slots = default_batch_size(options, max_rows, length, model, drafter)
     if max_rows > 1:
-        print(
-            f"{num_slots} rows are decoded at a time; --batch_size sets another number",
-            file=sys.stderr,
-        )
+        print_status(f"{num_slots} rows are decoded at a time; --batch_size sets another number")
     return num_slots
 
 
@@ -212,7 +208,7 @@ def engine_length(options: Options, device: torch.device, length: int, limit: in
     return length
 
 
-def sampling_paths(rows: list[Prompt]) -> list[str]:
+def sampling_paths(rows: list[Row]) -> list[str]:
     """The sampling paths that these rows have."""
     paths = {row.sampling.path for row in rows}
     return [path for path in SAMPLING_PATHS if path in paths]

@@ -173,15 +173,15 @@ class Options:
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """A quantized folder: `scheme` of the matrices, `head` of lm_head, `dtype` of other weights;
-    None leaves them as they are. `context`: tokens of a window of the calibration text."""
+    """A quantized folder: `scheme` of the matrices, `head_scheme` of lm_head, `dtype` of other
+    weights; None leaves them as they are. `context`: tokens of a window of the calibration text."""
 
     checkpoint: str
     output: str
     adapter: str | None
     scheme: str | None
     method: str
-    head: str | None
+    head_scheme: str | None
     dtype: str | None
     calibration: str | None
     samples: int
@@ -189,11 +189,13 @@ class QuantizeOptions:
     device: str
 
     def __post_init__(self):
-        for scheme in (self.scheme, self.head):
+        for scheme in (self.scheme, self.head_scheme):
             if scheme is not None:
                 check_scheme(scheme)
         is_plain = self.scheme is None
-        if is_plain and (self.head or self.method != "rtn" or not is_gguf(Path(self.checkpoint))):
+        if is_plain and (
+            self.head_scheme or self.method != "rtn" or not is_gguf(Path(self.checkpoint))
+        ):
             need = "only a .gguf file becomes a folder of plain weights without it"
             raise ValueError(f"--scheme is missing; {need}")
         if self.method != "rtn" and not self.scheme.startswith("int4"):

@@ -21,7 +21,7 @@ from cli.answers import RowAnswer
 from cli.draft_marks import draft_marks, print_legend
 from cli.exits import print_error
 from cli.options import Options
-from cli.prompts import Prompt, row_key
+from cli.prompts import Row, row_key
 from cli.replicas import Replicas
 from decoding.statistics import Timing
 from generate import LLM
@@ -80,7 +80,7 @@ class ResultFile:
         print(line, file=self.file, flush=True)
 
 
-def unanswered(rows: Iterable[Prompt], answered: dict[str, tuple]) -> list[Prompt]:
+def unanswered(rows: Iterable[Row], answered: dict[str, tuple]) -> list[Row]:
     """The rows without an answer yet. ValueError for a row whose answer is to another prompt or
     seed."""
     remaining = []
@@ -114,7 +114,7 @@ class Output:
     def __init__(
         self,
         llm: LLM,
-        rows: list[Prompt],
+        rows: list[Row],
         options: Options,
         replicas: Replicas,
         file: ResultFile | None = None,
@@ -130,7 +130,7 @@ class Output:
         if self.marks and not self.as_json and (rows or piped):
             print_legend(self.marks)
         if self.streaming:
-            print_prompt(rows[0].text)
+            print_prompt(rows[0].prompt.text)
         self.answers: deque[RowAnswer] = deque(maxlen=MAX_TIMINGS if piped else None)
         self.num_received = 0
         self.num_tokens = 0
@@ -154,7 +154,7 @@ class Output:
                 self.show(result)
         self.bar.close()
 
-    def answer(self, row: Prompt, number: int) -> RowAnswer:
+    def answer(self, row: Row, number: int) -> RowAnswer:
         """A new answer for row `number`."""
         answer = RowAnswer(self.llm, row, self.streaming, self.marks, number)
         self.answers.append(answer)
@@ -168,13 +168,15 @@ class Output:
             if self.llm.engine.model.norm.weight.dtype == torch.float16:
                 hint = "float16 may have overflowed: try --dtype bfloat16 or float32"
                 error = ValueError(f"{error}; {hint}")
-            if answer.row.location is None:
+            location = answer.row.prompt.location
+            if location is None:
                 raise error
-            result = result._replace(error=f"{answer.row.location}: {error}")
+            result = result._replace(error=f"{location}: {error}")
         elif self.as_json:
             result = result._replace(text=json.dumps(answer.result(self.llm.engine)))
         elif not self.streaming:
-            result = result._replace(text="".join(answer.marked_pieces), prompt=answer.row.text)
+            text = "".join(answer.marked_pieces)
+            result = result._replace(text=text, prompt=answer.row.prompt.text)
         if self.replicas.is_first:
             self.receive(result)
         else:

@@ -133,8 +133,8 @@ def section(answer: RowAnswer, engine: Engine) -> dict:
     if engine.has_drafter:
         figures = summary(speculative(engine, [Timing([request])], 0))
     return {
-        "prompt": row.text,
-        "label": f"{row.location}, {labels}" if row.location else labels,
+        "prompt": row.prompt.text,
+        "label": f"{row.prompt.location}, {labels}" if row.prompt.location else labels,
         "finish_reason": answer.finish_reason,
         "error": request.error and str(request.error),
         "tokens": tokens,

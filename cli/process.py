@@ -8,7 +8,7 @@ import sys
 
 def prepare() -> None:
     """Set Ctrl-C and the spinning of idle threads. Each program calls this first."""
-    # Until `ending_plainly`, Ctrl-C ends the process silently: an exception during imports would be
+    # Until `exit_on_error`, Ctrl-C ends the process silently: an exception during imports would be
     # a traceback, or be swallowed.
     if "torch" not in sys.modules and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

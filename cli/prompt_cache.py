@@ -8,7 +8,6 @@ other settings, is refused.
 import contextlib
 import hashlib
 import json
-import sys
 import time
 import zlib
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import decoding.stored_positions as positions
+from cli.exits import print_status
 from cli.options import Options
 from decoding.engine import Engine
 from loading.adapter import adapter_hash
@@ -26,7 +26,7 @@ from loading.checkpoint import Checkpoint
 from loading.files import open_safetensors, write_atomically
 from loading.target import target_config
 
-FORMAT = "a prompt cache of quickdraft, 3"
+FORMAT = "a prompt cache of quickdraft, 4"
 # Flags whose values change the cached keys and values.
 KEY_VALUE_FLAGS = ("quantize", "quantize_head", "draft_quantize", "kv_cache_dtype")
 
@@ -64,8 +64,14 @@ class PromptCache:
             ) from None
 
     def check(self, ours: dict[str, str]) -> None:
-        theirs = {name: self.metadata.get(name) for name in ours}
-        positions.check_same(theirs, ours)
+        """ValueError names the first entry in which the file differs."""
+        for name, here in ours.items():
+            there = self.metadata.get(name)
+            if there != here:
+                difference = f"{there} there, {here} here"
+                if len(difference) >= 120:
+                    difference = "another one there than here"
+                raise ValueError(f"{name}: {difference}")
 
     @contextlib.contextmanager
     def around(self, engine: Engine, prompts: list[list[int]]) -> Iterator[None]:
@@ -91,7 +97,7 @@ class PromptCache:
         self.is_long = prefix.is_long
         self.tensors = {}
         seconds = time.perf_counter() - start
-        print(f"{self.file}: {len(prefix.ids)} tokens read in {seconds:.2f} s", file=sys.stderr)
+        print_status(f"{self.file}: {len(prefix.ids)} tokens read in {seconds:.2f} s")
 
     def save_longer(self, engine: Engine, prompts: list[list[int]]) -> None:
         if self.file is None:
@@ -107,7 +113,7 @@ class PromptCache:
             tensors[name] = x.cpu().clone(memory_format=torch.contiguous_format)
         metadata = self.identity | dtypes(engine) | checksum(tensors)
         write_atomically(self.file, lambda partial: save_file(tensors, partial, metadata=metadata))
-        print(f"{self.file}: {num_positions} tokens written", file=sys.stderr)
+        print_status(f"{self.file}: {num_positions} tokens written")
 
 
 def cache_identity(options: Options) -> dict[str, str]:

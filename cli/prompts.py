@@ -2,7 +2,7 @@
 
 LINE_KEYS       what a line may say, and the check of each value
 read_prompts    --prompt, or the lines of --prompt_file -> Prompt;  parsed_lines  of a pipe
-Encoder         Prompt -> rows of token ids with every setting, one a sample
+Encoder         Prompt -> Rows, which have token ids and every setting, one a sample
 """
 
 import json
@@ -11,17 +11,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from cli.exits import print_status
 from cli.options import TEMPLATE_KEYS, Options, PromptOptions, check_template_kwargs
 from decoding.sampling import Sampling
 from decoding.settings import (
-    DEFAULT_NEW_TOKENS,
     LARGEST_SEED,
     RANDOM_SEED,
     SETTINGS,
     is_random,
+    new_tokens,
     random_seed,
 )
-from decoding.validation import check_lengths
+from decoding.validation import check_lengths, reason_of
 from loading.chat_messages import join_parts
 from loading.tokenizer import Tokenizer, conversation_ids
 
@@ -32,26 +33,37 @@ EXPECTED = (
 
 
 class Prompt(NamedTuple):
-    """A text, or a conversation whose last message is `text`."""
+    """A text, or a conversation whose last message is `text`, with what its line says beside it;
+    None: as the flags say."""
 
     text: str
     messages: list[dict] | None = None
     id: object = None  # of the line; its results repeat it
     location: str | None = None  # file and line
-    max_new_tokens: int | None = None  # None: as the flags say
+    max_new_tokens: int | None = None
     seed: int | None = None
     has_random_seed: bool = False  # did RANDOM_SEED ask for it?
-    sample: int = 0
-    ids: list[int] | None = None  # of the prompt, once it is encoded
-    sampling: Sampling | None = None  # once it is encoded
-    stop: list[str] | None = None  # None: as the flags say
-    settings: Mapping = {}  # of the line's own, of sampling and of the template; they replace flags
+    stop: list[str] | None = None
+    overrides: Mapping = {}  # the line's own values of sampling and template, in place of flags'
     # The line's number, if it has no `id` or repeats an earlier one.
     line: int | None = None
 
+
+class Row(NamedTuple):
+    """One sample of a prompt, encoded, with every setting."""
+
+    prompt: Prompt
+    ids: list[int]
+    sampling: Sampling
+    max_new_tokens: int
+    seed: int
+    stop: list[str]
+    has_random_seed: bool = False
+    sample: int = 0
+
     def labels(self) -> dict:
         """Keys that identify a result."""
-        names = {"id": self.id, "line": self.line}
+        names = {"id": self.prompt.id, "line": self.prompt.line}
         labels = {key: value for key, value in names.items() if value is not None}
         return labels | {"seed": self.seed, "sample": self.sample}
 
@@ -137,7 +149,9 @@ def prompt_of(fields: dict, location: str) -> Prompt:
     if ("prompt" in fields) == ("messages" in fields):
         raise ValueError(EXPECTED)
     if "prompt" in fields and (unused := [key for key in TEMPLATE_KEYS if key in fields]):
-        raise ValueError(f"{', '.join(unused)}: only conversations have a template")
+        raise ValueError(
+            f'{", ".join(unused)}: only conversations have a template; give "messages" instead'
+        )
     if "messages" in fields and "parse_special" in fields:
         raise ValueError('"parse_special" needs a "prompt": a template writes special tokens alone')
     check_template_kwargs(fields.get("chat_template_kwargs", {}))
@@ -157,7 +171,7 @@ def prompt_of(fields: dict, location: str) -> Prompt:
         random_seed() if has_random_seed else seed,
         has_random_seed,
         stop=[stop] if isinstance(stop, str) else stop,
-        settings=fields,
+        overrides=fields,
     )
 
 
@@ -212,7 +226,7 @@ def parsed_lines(lines: Iterable[bytes | None], name: str) -> Iterator[Prompt | 
         ids.add(id)
         yield prompt._replace(line=number if needs_number else None)
     if is_jsonl is None:
-        raise ValueError(f"{name}: holds no prompt")
+        raise ValueError(f"{name}: holds no prompt; write one a line")
 
 
 def json_object(line: str) -> dict:
@@ -228,23 +242,16 @@ def json_object(line: str) -> dict:
 
 
 def refuse_constant(name: str) -> None:
-    raise ValueError(f"it holds {name}; JSON has no NaN or Infinity")
+    raise ValueError(f"it holds {name}; JSON has no NaN or Infinity: write null or a number")
 
 
 # ----------------------------------------------------------------------------- rows of token ids
 
 
-def new_tokens(requested: int | None, prompt: list[int], limit: int) -> int:
-    """--max_new_tokens unchecked, by default as many as fit, up to DEFAULT_NEW_TOKENS."""
-    if requested is not None:
-        return requested
-    return max(1, min(DEFAULT_NEW_TOKENS, limit - len(prompt)))
-
-
-def template_kwargs(settings: Mapping) -> dict:
+def template_kwargs(values: Mapping) -> dict:
     """tools, prefill and the template's variables: keyword arguments of conversation_ids."""
-    names = settings["chat_template_kwargs"]
-    return {"tools": settings["tools"], "prefill": settings["prefill"], **names}
+    names = values["chat_template_kwargs"]
+    return {"tools": values["tools"], "prefill": values["prefill"], **names}
 
 
 class Encoder:
@@ -259,7 +266,7 @@ class Encoder:
         self.limit = limit
         self.has_warned = False
 
-    def encode_all(self, prompts: Iterable[Prompt]) -> tuple[list[Prompt], list[str]]:
+    def encode_all(self, prompts: Iterable[Prompt]) -> tuple[list[Row], list[str]]:
         """(all samples of the prompts, an error for each line that cannot be decoded)."""
         rows = []
         refused = []
@@ -269,10 +276,10 @@ class Encoder:
             except ValueError as error:
                 if prompt.location is None:
                     raise
-                refused.append(f"{prompt.location}: {str(error).removeprefix('prompt 0 ')}")
+                refused.append(f"{prompt.location}: {reason_of(error)}")
         return rows, refused
 
-    def samples(self, prompt: Prompt) -> list[Prompt]:
+    def samples(self, prompt: Prompt) -> list[Row]:
         """The rows of one prompt, one for each of --num_samples. ValueError for what cannot be
         decoded."""
         defaults = self.defaults
@@ -280,30 +287,31 @@ class Encoder:
         budget = prompt.max_new_tokens
         budget = new_tokens(defaults.max_new_tokens if budget is None else budget, ids, self.limit)
         check_lengths(self.model, [ids], [budget], self.limit)
-        numbers = {name: prompt.settings.get(name, x) for name, x in defaults.sampling.items()}
-        row = prompt._replace(
-            ids=ids,
-            max_new_tokens=budget,
-            sampling=Sampling(**numbers),
-            stop=defaults.stop if prompt.stop is None else prompt.stop,
-            line=prompt.line if self.numbers_lines else None,
+        numbers = {name: prompt.overrides.get(name, x) for name, x in defaults.sampling.items()}
+        seeded = defaults if prompt.seed is None else prompt
+        row = Row(
+            prompt if self.numbers_lines else prompt._replace(line=None),
+            ids,
+            Sampling(**numbers),
+            budget,
+            seeded.seed,
+            defaults.stop if prompt.stop is None else prompt.stop,
+            seeded.has_random_seed,
         )
-        if row.seed is None:
-            row = row._replace(seed=defaults.seed, has_random_seed=defaults.has_random_seed)
         return [row._replace(seed=row.seed + n, sample=n) for n in range(self.num_samples)]
 
     def ids(self, prompt: Prompt) -> list[int]:
         defaults = vars(self.defaults)
-        settings = {**defaults, **prompt.settings}
+        values = {**defaults, **prompt.overrides}
         if prompt.messages is None:
             if unused := [f"--{key}" for key in TEMPLATE_KEYS if defaults[key]]:
-                raise ValueError(f"{', '.join(unused)}: only conversations have a template")
-            parse_special = settings["parse_special"]
-            return self.tokenizer.encode(prompt.text, parse_special=parse_special)
+                raise ValueError(
+                    f'{", ".join(unused)}: only conversations have a template; give "messages"'
+                )
+            return self.tokenizer.encode(prompt.text, parse_special=values["parse_special"])
         if self.tokenizer.template is None and not self.has_warned:
             self.has_warned = True
-            print(
-                "this folder has no chat template: messages become plain text without their roles",
-                file=sys.stderr,
+            print_status(
+                "this folder has no chat template: messages become plain text without their roles"
             )
-        return conversation_ids(self.tokenizer, prompt.messages, **template_kwargs(settings))
+        return conversation_ids(self.tokenizer, prompt.messages, **template_kwargs(values))

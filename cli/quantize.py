@@ -31,6 +31,7 @@ def parse_args(argv: list[str] | None = None) -> QuantizeOptions:
     )
     add(
         "--head",
+        dest="head_scheme",
         metavar="SCHEME",
         help="of lm_head, and of an embedding tied to it; default: as it is",
     )
@@ -50,8 +51,8 @@ def parse_args(argv: list[str] | None = None) -> QuantizeOptions:
 
 def main(argv: list[str] | None = None) -> None:
     options = answer_flags(lambda: parse_args(argv))
-    from cli.errors import ending_plainly
+    from cli.errors import exit_on_error
     from cli.quantized_folder import run
 
-    with ending_plainly():
+    with exit_on_error():
         run(options)

@@ -8,7 +8,6 @@ writes the files.
 """
 
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from tqdm import tqdm
 
 import loading.models as models
 import loading.saving as saving
+from cli.exits import print_status
 from cli.options import QuantizeOptions
 from loading.checkpoint import Checkpoint
 from loading.files import complete_folder, shard_name, write_index
@@ -43,7 +43,7 @@ def run(options: QuantizeOptions) -> None:
     dtype = models.plain_dtype(options.dtype, config.dtype)
     print_notes(checkpoint, stored.notes, dtype)
     # Refuse early if inputs do not divide into groups.
-    models.empty_model(config, torch.float32, options.scheme, options.head)
+    models.empty_model(config, torch.float32, options.scheme, options.head_scheme)
     is_portable = transformers_can_read(options, config)
     if is_portable:  # now, and not when the first layer has been quantized
         import loading.quantized.reader  # noqa: F401
@@ -79,12 +79,11 @@ def print_notes(checkpoint: Checkpoint, notes: list[str], dtype: torch.dtype) ->
     """What a user should know of the weights that are read."""
     if not checkpoint.is_gguf:
         for message in notes:
-            print(f"{checkpoint.path}: {message}", file=sys.stderr)
+            print_status(f"{checkpoint.path}: {message}")
     elif dtype != torch.float32:
-        print(
+        print_status(
             f"{checkpoint.path}: weights of other types are rounded to {models.dtype_name(dtype)};"
-            " --dtype float32 keeps them as they are",
-            file=sys.stderr,
+            " --dtype float32 keeps them as they are"
         )
 
 
@@ -103,7 +102,7 @@ def transformers_can_read(options: QuantizeOptions, config: Config) -> bool:
     if config.n_experts or config.family in ("mimo", "qwen2_5_vl_text", "qwen3_vl_text"):
         return False
     heads = [None] if config.tie_embeddings else [None, options.scheme]
-    return isinstance(FORMATS.get(options.scheme), Int8 | Fp8) and options.head in heads
+    return isinstance(FORMATS.get(options.scheme), Int8 | Fp8) and options.head_scheme in heads
 
 
 def load_ends(model: Transformer, read: Callable, device: torch.device, source: str) -> None:
@@ -112,7 +111,7 @@ def load_ends(model: Transformer, read: Callable, device: torch.device, source: 
         models.allocate(module, device)
     if model.config.tie_embeddings:
         model.lm_head.weight = model.embed.weight
-    models.fill(model, saving.names_by_shard(model)[-1], read)
+    models.load_parameters(model, saving.names_by_shard(model)[-1], read)
     for name in ("embed", "norm", "lm_head"):
         check_parameters(getattr(model, name), f"{source}: {name}.")
 
@@ -140,7 +139,7 @@ def write_shards(
     with tqdm(model.layers, unit="layer", desc=title, disable=None) as bar:
         for number, layer in enumerate(bar):
             models.allocate(layer, options.device)
-            models.fill(model, names[number], read)
+            models.load_parameters(model, names[number], read)
             check_parameters(layer, f"{options.checkpoint}: layers.{number}.")
             forward = functools.partial(run_block, model, number, states)
             if options.scheme:
@@ -150,7 +149,7 @@ def write_shards(
             write(number)
             layer.to("meta")
             release_memory()
-    quantize_model(model, None, options.head)
+    quantize_model(model, None, options.head_scheme)
     write(len(model.layers))
     return files
 
@@ -168,7 +167,7 @@ def print_sizes(options: QuantizeOptions, is_portable: bool) -> None:
         readers = "; transformers reads it as compressed-tensors"
     elif options.scheme:
         readers = "; other programs refuse it"
-    print(f"{options.output}: {after:.1f} MB of {before:.1f} MB{readers}", file=sys.stderr)
+    print_status(f"{options.output}: {after:.1f} MB of {before:.1f} MB{readers}")
 
 
 def check_parameters(module: nn.Module, prefix: str) -> None:
@@ -182,13 +181,17 @@ def calibration_states(options: QuantizeOptions, model: Transformer) -> list[Ten
     try:
         text = Path(options.calibration).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{options.calibration}: not UTF-8 text: {error}") from None
+        raise ValueError(
+            f"{options.calibration}: not UTF-8 text: {error}; save it as UTF-8"
+        ) from None
     ids = tokenizer.encode(text, bos=False)
     size = options.context
     count = min(options.samples, len(ids) // size)
     if count < 1:
-        found = f"{len(ids)} tokens are fewer than one window of {size}"
-        raise ValueError(f"{options.calibration}: {found}")
+        raise ValueError(
+            f"{options.calibration}: its {len(ids)} tokens are fewer than one window of {size};"
+            " give a longer text, or a smaller --context"
+        )
     stride = len(ids) // count
     bos = tokenizer.encode("")  # empty where encoding a text adds no BOS
     windows = [bos + ids[begin : begin + size] for begin in range(0, count * stride, stride)]

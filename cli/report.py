@@ -31,26 +31,18 @@ BONUS = "bonus"
 
 def weight_bytes(model: Transformer, rows: int = 1) -> int:
     """Bytes of weights that a step of `rows` rows reads: all, except the embedding table (a tied
-    head reads it) and the experts that no row chose."""
+    head reads it) and the experts that no row chooses. Their share is exact for one row. For more
+    it is that of independent, uniform choices; similar rows choose fewer experts."""
     read = expanded(model)
     for name, weight in model.named_parameters(remove_duplicate=False):
         if not name.startswith("embed."):
             read += weight.nbytes
-    unread = 0.0
-    for layer in expert_layers(model):
-        unread += unread_share(layer, rows) * stored_bytes(layer.experts)
-    return read - int(unread)
-
-
-def expert_layers(model: Transformer) -> list[SparseMoE]:
-    """The feed-forwards that consist of experts."""
-    return [module for module in model.modules() if isinstance(module, SparseMoE)]
-
-
-def unread_share(layer: SparseMoE, rows: int) -> float:
-    """The share of a layer's experts that none of `rows` rows chooses. Exact for one row; for more,
-    the expectation of independent, uniform choices. Similar rows leave more unread."""
-    return (1 - layer.top_k / layer.n_experts) ** rows
+    unchosen = 0.0
+    for module in model.modules():
+        if isinstance(module, SparseMoE):
+            share = (1 - module.top_k / module.n_experts) ** rows
+            unchosen += share * stored_bytes(module.experts)
+    return read - int(unchosen)
 
 
 def stored_bytes(module: torch.nn.Module) -> int:
@@ -92,14 +84,14 @@ def bytes_read(engine: Engine, timing: Timing) -> int:
     def cached(model: Transformer, positions: Sequence[int], ahead: int) -> int:
         return sum(attended_bytes(per_position[model], n + ahead) for n in positions)
 
-    target, *drafts = engine.models
+    target, *draft_models = engine.models
     read = 0
     for step in timing.records:
         rows = len(step.positions)
         read += weights(target, rows * (step.k + 1))
         read += cached(target, step.positions, step.k)
         num_passes = engine.drafter.passes(step.k) * step.runs_model
-        for draft in drafts:
+        for draft in draft_models:
             for i in range(num_passes):
                 read += weights(draft, rows)
                 read += cached(draft, step.positions, i)
@@ -299,7 +291,7 @@ def prefill_line(timings: Sequence[Timing]) -> str:
     num_reused = sum(sum(timing.cached) for timing in timings)
     if num_reused:
         num_prompt_tokens = num_reused + sum(timing.prompt_tokens for timing in timings)
-        line += f", {num_reused} of {num_prompt_tokens} tokens kept"
+        line += f", {num_reused} of {num_prompt_tokens} tokens reused"
     return line
 
 

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
 from cli.errors import defer_interrupts
+from cli.exits import print_status
 from decoding.answers import Answer
 from decoding.engine import Engine
 from decoding.sampling import Sampling
@@ -28,7 +29,7 @@ def warm_up(engine: Engine, sampling: Sampling, filled: int, paths: Sequence[str
             step = f"the {path} step for batch {engine.batch_size}"
             with compiling(step):
                 seconds = engine.warm_up(path)
-            print(f"compiled {step} in {seconds:.1f} s", file=sys.stderr)
+            print_status(f"compiled {step} in {seconds:.1f} s")
     if engine.runs_rounds:
         with defer_interrupts() if engine.compile else contextlib.nullcontext():
             engine.calibrate(sampling, filled)

@@ -1,6 +1,6 @@
 """The text of an answer, as its tokens are decided.
 
-    Answer          a prompt with its settings, then its request, its tokens and its text
+    Answer          a prompt with its request's arguments, then its request, its tokens and its text
     Completion      a finished answer, as LLM.generate returns it
 
 Text is made here and nowhere else: characters are complete, stop strings end it, and the token that
@@ -26,19 +26,20 @@ class Completion(NamedTuple):
 
 
 class Answer:
-    """An answer to a prompt of token ids. `settings` are the arguments of Engine.add_request."""
+    """An answer to a prompt of token ids. `request_args` are the arguments of
+    Engine.add_request."""
 
     def __init__(
         self,
         tokenizer,
         prompt: list[int],
         stops: Sequence[str] = (),
-        **settings,
+        **request_args,
     ):
         self.tokenizer = tokenizer
         self.prompt = prompt
-        self.settings = settings
-        self.stop_ids = settings.get("stop_ids", frozenset())
+        self.request_args = request_args
+        self.stop_ids = request_args.get("stop_ids", frozenset())
         self.stops = StopStrings(stops, tokenizer.specials if stops else {})
         self.stream = tokenizer.stream(continues=True)
         self.request = None  # the engine's, once it has been added

@@ -199,11 +199,9 @@ class Engine:
                 self.device,
                 self.max_k,
                 self.ranks,
-                options.logits_processor,
-                options.logprobs,
+                options,
                 self.model.config.vocab_size,
             )
-        self.state.verifies_blocks = options.verification == "block"
         self.runner.set_max_positions(self.state.max_positions)
         # Is greedy output bitwise equal regardless of the drafter and of what else is in the batch?
         num_rows = self.batch_size * (self.max_k + 1)
@@ -328,8 +326,8 @@ class Engine:
             self.state.park(request.slot.index)
             num_padding = PREFILL_CHUNK // 8  # the most that `padded_length` adds to a chunk
             # Positions that the steps in flight, and two more, may write past the text.
-            num_unread = (self.readback.lag + 2) * (self.max_k + 1)
-            self.scheduler.release(request, num_unread + num_padding)
+            num_launched = (self.readback.host_lag + 2) * (self.max_k + 1)
+            self.scheduler.release(request, num_launched + num_padding)
         del self.requests[request.id]
 
     @torch.inference_mode()
@@ -344,7 +342,7 @@ class Engine:
             budget = self.chunk
             while budget > 0 and (request := self.next_prompt()) is not None:
                 budget -= self.prefill(request)
-                events += self.read(self.lag())
+                events += self.read(self.max_waiting())
             if events and was_idle:
                 return events  # first tokens should not wait for a step
             requests = self.scheduler.decoding()
@@ -353,16 +351,16 @@ class Engine:
             step = self.plan(requests)
             result = self.run(step.rows, step.length, step.k)
             self.readback.send(result, step)
-            return events + self.read(self.lag())
+            return events + self.read(self.max_waiting())
         except BaseException:
             self.reset()
             raise
 
-    def lag(self) -> int:
+    def max_waiting(self) -> int:
         """How many launched steps may still be unread when the next one is launched; none with a
         grammar, whose masks depend on every token so far."""
         has_grammar = any(request.grammar for request in self.requests.values())
-        return 0 if has_grammar else self.readback.lag
+        return 0 if has_grammar else self.readback.host_lag
 
     def reset(self) -> None:
         """End all requests after an interrupted step, whose decisions are unknown. Slots keep their
@@ -517,23 +515,17 @@ class Engine:
     ) -> StepResult:
         """Run one decode step, or a round that drafts k tokens, on rows of at most `length` decided
         positions. `forced_tokens` (B, k) replaces the drafted tokens."""
-        state, target, drafter = rows
+        state = rows.state
         start = draft_end = timestamp(self.device)
         state.k = k
         state.length = length + k
-        caches = target.slice_to(length + k)
+        caches = rows.target.slice_to(length + k)
         if k == 0:
             self.max_draft_lag += 1
             self.maybe_compile(decode_step, state)(self.model, caches, state)
         else:
             draft_end = run_round(
-                drafter,
-                self.model,
-                caches,
-                state,
-                self.max_draft_lag,
-                self.maybe_compile,
-                forced_tokens,
+                rows, caches, self.max_draft_lag, self.maybe_compile, forced_tokens
             )
             self.max_draft_lag = 0
         return self.result(rows, k, (start, draft_end, timestamp(self.device)))
@@ -576,7 +568,8 @@ class Engine:
                 request.prefill_s = sum(seconds_between(*pair) for pair in times)
                 request.ttft_s = now - request.started
             if record is not None:
-                request.record_step(record)
+                request.steps.append(record)
+                request.decode_s += record.seconds
             ids = request.receive(result, row)
             if self.runs_rounds:
                 request.record_drafting(
@@ -589,7 +582,7 @@ class Engine:
             events += [(request.id, id) for id in ids]
             if request.ending is not None:
                 self.finish(request, request.ending)
-            elif request.outgrows_short_text:
+            elif request.num_positions > request.short_length:
                 self.recompute(request)
         self.read_at = now
         return events

@@ -106,16 +106,8 @@ def attend_codes(
     num_heads = G if G * rows * k.size(2) <= INNER_CACHE_SCORES else 1
     for b, head in itertools.product(range(B), range(0, G, num_heads)):
         heads = (b, slice(head, head + num_heads))
-        attend_heads(
-            y[heads],
-            q_codes[heads],
-            q_scale[heads],
-            k[heads],
-            k_scale[heads],
-            v[heads],
-            v_scale[heads],
-            bias[b],
-        )
+        parts = [x[heads] for x in (y, q_codes, q_scale, k, k_scale, v, v_scale)]
+        attend_heads(*parts, bias[b])
     return y.view(B, H, T, E)
 
 
@@ -193,8 +185,8 @@ def attends_in_codes(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class CodedCache(KVCache):
-    """A KVCache of 8-bit codes: keys (B, G, S, E), values (B, G, E, S), and a scale per head and
-    position (B, G, S)."""
+    """A KVCache of 8-bit codes, and a scale per head and position (B, G, S). In memory the values
+    are (B, G, E, S), whose rows `attend_codes` multiplies."""
 
     code_dtype: torch.dtype
 
@@ -208,10 +200,13 @@ class CodedCache(KVCache):
         device: torch.device,
     ):
         nn.Module.__init__(self)
-        shapes = {"k": (B, G, S, E), "v": (B, G, E, S), "k_scale": (B, G, S), "v_scale": (B, G, S)}
-        for name, shape in shapes.items():
-            part_dtype = torch.int8 if name in ("k", "v") else torch.float32
-            zeros = torch.zeros(shape, dtype=part_dtype, device=device)
+        buffers = {
+            "k": torch.zeros(B, G, S, E, dtype=torch.int8, device=device),
+            "v": torch.zeros(B, G, E, S, dtype=torch.int8, device=device).mT,  # (B, G, S, E)
+            "k_scale": torch.zeros(B, G, S, device=device),
+            "v_scale": torch.zeros(B, G, S, device=device),
+        }
+        for name, zeros in buffers.items():
             self.register_buffer(name, zeros, persistent=False)
 
     @staticmethod
@@ -227,47 +222,19 @@ class CodedCache(KVCache):
         codes, scale = to_codes(keys_values, self.code_dtype)
         k, v = codes  # (B, G, T, E)
         k_scale, v_scale = scale[..., 0]  # (B, G, T)
-        if pos.size(0) == self.k.size(0) == 1:
-            at = pos[0]
-            self.k.index_copy_(2, at, k)
-            self.v.index_copy_(3, at, v.transpose(2, 3))
-            self.k_scale.index_copy_(2, at, k_scale)
-            self.v_scale.index_copy_(2, at, v_scale)
-            return
-        row = torch.arange(pos.size(0), device=pos.device)[:, None]  # (B, 1)
-        self.k[row, :, pos] = k.transpose(1, 2)  # (B, G, T, E) -> (B, T, G, E)
-        self.v[row, :, :, pos] = v.transpose(1, 2)
-        self.k_scale[row, :, pos] = k_scale.transpose(1, 2)  # (B, G, T) -> (B, T, G)
-        self.v_scale[row, :, pos] = v_scale.transpose(1, 2)
+        self.write(pos, k=k, k_scale=k_scale, v=v, v_scale=v_scale)
 
-    def codes_at(
-        self,
-        B: int,
-        visible: AttentionMask,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(k (B, G, S, E), k_scale (B, G, S), v (B, G, E, S), v_scale (B, G, S)) of the first B
+    def read_codes(self, B: int, visible: AttentionMask) -> list[Tensor]:
+        """k (B, G, S, E), k_scale (B, G, S), v (B, G, S, E) and v_scale (B, G, S) of the first B
         rows."""
-        if visible.index is None:
-            parts = self.views(slice(B), 0, visible.mask.size(-1))
-            return parts["k"], parts["k_scale"], parts["v"], parts["v_scale"]
-        pos = visible.index  # (B, S)
-        row = torch.arange(B, device=pos.device)[:, None]  # (B, 1)
-        k = self.k[row, :, pos].transpose(1, 2)  # (B, S, G, E) -> (B, G, S, E)
-        k_scale = self.k_scale[row, :, pos].transpose(1, 2)
-        v = self.v[row, :, :, pos].permute(0, 2, 3, 1)  # (B, S, G, E) -> (B, G, E, S)
-        v_scale = self.v_scale[row, :, pos].transpose(1, 2)
-        return k, k_scale, v, v_scale
+        return self.read_buffers(("k", "k_scale", "v", "v_scale"), B, visible)
 
-    def read(
-        self,
-        B: int,
-        visible: AttentionMask,
-    ) -> tuple[Tensor, Tensor]:
+    def read(self, B: int, visible: AttentionMask) -> list[Tensor]:
         """Keys as they are coded, and values, both (B, G, S, E) in the mask's dtype."""
-        k, k_scale, v, v_scale = self.codes_at(B, visible)
-        v = v.mT.contiguous()  # (B, G, E, S) -> (B, G, S, E): kernels read rows
+        k, k_scale, v, v_scale = self.read_codes(B, visible)
+        v = v.contiguous()  # kernels read rows of E
         dtype = visible.mask.dtype
-        return self.decoded(k, k_scale, dtype), self.decoded(v, v_scale, dtype)
+        return [self.decoded(k, k_scale, dtype), self.decoded(v, v_scale, dtype)]
 
     def decoded(
         self,
@@ -279,25 +246,12 @@ class CodedCache(KVCache):
         numbers = codes.view(self.code_dtype).float() * scale[..., None]
         return numbers.to(dtype)
 
-    def views(
-        self,
-        rows: int | slice | list[int],
-        begin: int,
-        end: int,
-    ) -> dict[str, Tensor]:
-        return {
-            "k": self.k[rows, :, begin:end],
-            "v": self.v[rows, :, :, begin:end],
-            "k_scale": self.k_scale[rows, :, begin:end],
-            "v_scale": self.v_scale[rows, :, begin:end],
-        }
-
 
 class Int8Cache(CodedCache):
     """Codes of rotated keys, which rotated queries attend to."""
 
     code_dtype = torch.int8
-    shared = ("rotation",)  # buffers that all rows share
+    shared = ("rotation",)
 
     def __init__(self, B: int, G: int, S: int, E: int, dtype: torch.dtype, device: torch.device):
         super().__init__(B, G, S, E, dtype, device)
@@ -331,7 +285,8 @@ class Int8Cache(CodedCache):
         if sinks is not None or not self.uses_integers:
             return super().attend(q, visible, sinks)
         run = torch.ops.quickdraft.attend_codes if torch.compiler.is_compiling() else attend_codes
-        return run(q, *self.codes_at(q.size(0), visible), visible.mask)
+        k, k_scale, v, v_scale = self.read_codes(q.size(0), visible)
+        return run(q, k, k_scale, v.mT, v_scale, visible.mask)
 
 
 class Fp8Cache(CodedCache):

@@ -89,7 +89,7 @@ class Readback:
     def __init__(self, device: torch.device, timeout_s: float | None = None):
         self.device = device
         self.timeout_s = timeout_s
-        self.lag = host_lag(device)
+        self.host_lag = host_lag(device)
         self.waiting: deque[tuple[StepResult, object, object]] = deque()
 
     def __len__(self) -> int:

@@ -87,10 +87,6 @@ class Request(RequestStatistics):
         return self.end if self.short_length == math.inf else self.short_length - 1
 
     @property
-    def outgrows_short_text(self) -> bool:
-        return self.num_positions > self.short_length
-
-    @property
     def ending(self) -> str | None:
         """The finish reason that is due after its last token; None if the text goes on."""
         if self.error is not None:
@@ -213,14 +209,14 @@ class Scheduler:
             num_shared[slot] = common_prefix(prefix, ids)
         return num_shared
 
-    def release(self, request: Request, num_unread: int) -> None:
+    def release(self, request: Request, num_overrun: int) -> None:
         """Free the slot of a finished request. The slot keeps the positions that are known to be
-        finite. `num_unread`: positions past the text that launched steps or padding may
+        finite. `num_overrun`: positions past the text that launched steps or padding may
         have written."""
         slot = request.slot
         request.slot = None
         ids = [] if request.finish_reason == "error" else request.cached_ids()
-        slot.store(ids, request.num_positions + num_unread)
+        slot.store(ids, request.num_positions + num_overrun)
 
 
 def cost_of(slot: Slot, num_shared: int) -> tuple[int, int, int]:

@@ -1,19 +1,22 @@
 """The settings of a request and their defaults, without torch. decoding/sampling.py applies them.
 
 Setting, SETTINGS   the list that flags, keys of JSON, the fields of Sampling and tensors follow
-check_numbers      ValueError for a number out of range
-is_random, random_seed  seeds that nobody chose
+check_numbers       ValueError for a number out of range
+new_tokens          how many tokens an answer may have
+is_random, random_seed   seeds that nobody chose
 """
 
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 FLOAT32_TINY = 2.0**-126  # the smallest normal number
 FLOAT32_MAX = math.ldexp(1 - 2.0**-24, 128)
 DEFAULT_K = 5  # tokens drafted a round
 DEFAULT_NEW_TOKENS = 200
+DEFAULT_TEMPERATURE = 0.8  # of programs and LLM
+DEFAULT_LENGTH = 4096  # positions for prompts that come later, capped by the context
 LARGEST_SEED = 2**62
 RANDOM_SEED = -1  # stands for a seed that nobody chose, as in vLLM and llama.cpp
 
@@ -91,6 +94,14 @@ def check_numbers(values: Mapping[str, float | None]) -> None:
         value = values[name]
         if value is not None and not setting.is_valid(value):
             raise ValueError(f"{name} = {value} must {setting.rule}")
+
+
+def new_tokens(requested: int | None, prompt: Sequence[int], limit: int) -> int:
+    """A number of new tokens, unchecked: by default as many as fit in `limit` positions, up to
+    DEFAULT_NEW_TOKENS."""
+    if requested is not None:
+        return requested
+    return max(1, min(DEFAULT_NEW_TOKENS, limit - len(prompt)))
 
 
 def is_random(seed: object) -> bool:

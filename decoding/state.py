@@ -7,7 +7,7 @@ engine.decode_step and speculative.verify_step are the steps that change a State
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import decoding.sampling as sampling
 from decoding.logits import apply_masks, penalize, top_logprobs
+from decoding.options import EngineOptions
 from decoding.sampling import GREEDY, INVALID, MAX_BIASES, PENALIZED, SETTINGS, common_path
 from tp import ALONE, Ranks
 
@@ -28,10 +29,11 @@ class State(nn.Module):
 
     `sampling_path` selects the code that serves the samplings of all rows; everything else may
     change without compiling. With several ranks, rank 0's decisions enter every rank's state.
-    logits_processor(logits (B, T, V), tokens (B, S), pos (B, T)) returns the logits that tokens are
-    drawn from; columns of `tokens` past a position in `pos` are scratch space, not text there.
-    `logprobs`: the number of top tokens to record for each token, or None. Clearing
-    `return_logprobs` pauses the recording; like `sampling_path`, it selects code.
+    Of the engine's `options` a State follows three. logits_processor(logits (B, T, V), tokens (B,
+    S), pos (B, T)) returns the logits that tokens are drawn from; columns of `tokens` past a
+    position in `pos` are scratch space, not text there. `logprobs` is the number of top tokens to
+    record for each token, or None; clearing `return_logprobs` pauses the recording and, like
+    `sampling_path`, selects code. `verification` is that of sampled drafts.
     """
 
     def __init__(
@@ -41,26 +43,25 @@ class State(nn.Module):
         device: torch.device,
         K: int = 0,
         ranks: Ranks = ALONE,
-        logits_processor: Callable | None = None,
-        logprobs: int | None = None,
+        options: EngineOptions = EngineOptions(),  # noqa: B008, frozen
         vocab_size: int = 0,
     ):
         super().__init__()
-        self.logits_processor = logits_processor
+        self.logits_processor = options.logits_processor
+        self.verifies_blocks = options.verification == "block"  # see speculative.accept
         self.vocab_size = vocab_size
-        self.num_top_logprobs = logprobs
-        self.return_logprobs = logprobs is not None
+        self.num_top_logprobs = options.logprobs
+        self.return_logprobs = options.logprobs is not None
         self.sampling_path = GREEDY
         self.broadcast = ranks.broadcast
         self.parked_pos = S
-        self.verifies_blocks = True  # see speculative.accept
         self.k = 0  # for drafters: tokens to draft in this round
         self.length = 0  # for drafters: no row has more positions filled after the round
         self.all_draft = True  # of `prepare_step`: may the tokens of every row be drafted?
         self.constrained = []  # of `prepare_step`: (row, request) pairs with a grammar
 
-        def fixed(name: str, *shape: int, fill=0, dtype: torch.dtype | None = None) -> None:
-            tensor = torch.full(shape, fill, dtype=dtype, device=device)
+        def fixed(name: str, *shape: int, value=0, dtype: torch.dtype | None = None) -> None:
+            tensor = torch.full(shape, value, dtype=dtype, device=device)
             self.register_buffer(name, tensor)
 
         # The prompt, then the decided tokens; positions after `pos` are a round's scratch space. A
@@ -68,33 +69,34 @@ class State(nn.Module):
         fixed("tokens", B, S + K + 2)
         # The index of the last decided token. No layer has seen this token yet: it is the next
         # step's input, and its keys and values are in no cache.
-        fixed("pos", B, fill=S)
+        fixed("pos", B, value=S)
         fixed("prompt_length", B)
         fixed("end", B)  # where to stop: the row is full, or longrope changes
         fixed("max_positions", B)  # as in model.Caches
-        fixed("done", B, fill=True)
+        fixed("done", B, value=True)
         fixed("seed", B)
-        fixed("stop_ids", B, MAX_STOP_IDS, fill=-1)
-        fixed("may_draft", B, fill=True)  # may the row's tokens be drafted?
-        fixed("values", B, len(SETTINGS), fill=0.0)  # of the rows' samplings
-        fixed("biases", B, 2, MAX_BIASES, fill=0.0)
+        fixed("stop_ids", B, MAX_STOP_IDS, value=-1)
+        fixed("may_draft", B, value=True)  # may the row's tokens be drafted?
+        fixed("values", B, len(SETTINGS), value=0.0)  # of the rows' samplings
+        fixed("biases", B, 2, MAX_BIASES, value=0.0)
         num_words = math.ceil(vocab_size / 32)
         # One bit for each token, set where a grammar allows it.
-        fixed("masks", B, K + 1, num_words, fill=-1, dtype=torch.int32)
+        fixed("masks", B, K + 1, num_words, value=-1, dtype=torch.int32)
         # What the last step decided, for the host. out: its tokens, then NO_TOKEN. accepted: the
         # number of drafted tokens kept, or -1 if the row had no draft. overlap: the sum of
         # min(p, q) at each drafted position, then -1. drafted: the tokens there. can_draft: is
         # there a draft for a next round?
-        fixed("out", B, K + 1, fill=NO_TOKEN)
-        fixed("accepted", B, fill=-1)
-        fixed("overlap", B, K, fill=0.0)
+        fixed("out", B, K + 1, value=NO_TOKEN)
+        fixed("accepted", B, value=-1)
+        fixed("overlap", B, K, value=0.0)
         fixed("drafted", B, K)
-        fixed("can_draft", B, fill=True)
+        fixed("can_draft", B, value=True)
         if self.return_logprobs:
-            fixed("top_logprobs", B, K + 1, 1 + logprobs, 2, fill=0.0)  # of decoding/logits.py
+            num_logprobs = 1 + options.logprobs
+            fixed("top_logprobs", B, K + 1, num_logprobs, 2, value=0.0)  # of decoding/logits.py
             # p of the target and q of the draft (0: none), of the decided token and of the drafted
             # one, which differ where it was rejected.
-            fixed("token_probs", B, K + 1, 4, fill=0.0)
+            fixed("token_probs", B, K + 1, 4, value=0.0)
 
     def fill(self, slot: int, request) -> None:
         """Write a request (scheduler.Request) into a slot, which stays parked until `activate`.

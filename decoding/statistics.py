@@ -54,10 +54,6 @@ class RequestStatistics:
     top_logprobs: list[list] = field(default_factory=list)
     token_probs: list[list[float]] = field(default_factory=list)
 
-    def record_step(self, step: StepRecord) -> None:
-        self.steps.append(step)
-        self.decode_s += step.seconds
-
     def record_drafting(
         self,
         num_tokens: int,
@@ -94,7 +90,6 @@ class Timing:
     prompt_tokens = property(lambda self: sum(len(r.prompt) - r.num_reused for r in self.requests))
     prefill_s = property(lambda self: sum(request.prefill_s for request in self.requests))
     decode_s = property(lambda self: sum(step.seconds for step in self.records))
-    tokens = property(lambda self: [request.token_records for request in self.requests])
     steps = property(lambda self: len(self.records))
     draft_s = property(lambda self: sum(record.draft_s for record in self.records))
     verify_s = property(lambda self: sum(record.verify_s for record in self.records if record.k))

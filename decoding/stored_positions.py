@@ -3,7 +3,6 @@
     find_longest_prefix the slot that stores the longest beginning of some prompts
     prefix_tensors      its positions by name, to be written to a file
     restore             such tensors, into the first slot of an engine
-    check_same          ValueError names what differs between the settings of two runs
 
 An engine that restores positions finds them like those of an earlier request.
 """
@@ -46,21 +45,6 @@ def prefix_tensors(engine: Engine, prefix: CachedPrefix) -> dict[str, Tensor]:
     is_long = torch.tensor(prefix.is_long)
     tensors = slot_tensors(engine.runners, prefix.slot, 0, len(ids))
     return tensors | {"ids": ids, "long": is_long}
-
-
-def check_same(
-    theirs: dict,
-    ours: dict,
-) -> None:
-    """ValueError names the first entry that differs."""
-    for name in ours | theirs:
-        there = theirs.get(name)
-        here = ours.get(name)
-        if there != here:
-            difference = f"{there} there, {here} here"
-            if len(difference) >= 120:
-                difference = "another one there than here"
-            raise ValueError(f"{name}: {difference}")
 
 
 def restore(

@@ -2,6 +2,7 @@
 
     value_per_row       one value, or one a row -> a list
     check_lengths       whether prompts and new tokens fit in the context
+    PromptError         its error, which has the prompt's row and the reason apart
     check_settings      seed, stop ids and logit_bias of a request
     check_logprobs      the number of top tokens to record
 
@@ -11,6 +12,20 @@ project file.
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+
+
+class PromptError(ValueError):
+    """A prompt that cannot be decoded. The message is the `reason`, after the number of the row."""
+
+    def __init__(self, row: int, reason: str):
+        super().__init__(f"prompt {row} {reason}")
+        self.row = row
+        self.reason = reason
+
+
+def reason_of(error: ValueError) -> str:
+    """The message for one prompt, which needs no number."""
+    return error.reason if isinstance(error, PromptError) else str(error)
 
 
 def value_per_row(name: str, value, rows: int) -> list:
@@ -24,31 +39,35 @@ def value_per_row(name: str, value, rows: int) -> list:
 def check_lengths(
     model, prompts: Sequence[Sequence[int]], budgets: Sequence[int], limit: int
 ) -> None:
-    """ValueError unless every prompt and its new tokens fit in `limit` positions."""
+    """PromptError unless every prompt and its new tokens fit in `limit` positions. ValueError for a
+    number of new tokens that is none, and without prompts."""
     if not prompts:
-        raise ValueError("no prompt given")
+        raise ValueError("no prompt: give at least one")
     V = model.config.vocab_size
     for row, (prompt, new) in enumerate(zip(prompts, budgets, strict=True)):
         if new < 1 or new != int(new):
             raise ValueError(f"max_new_tokens = {new} must be a number of tokens, at least 1")
         if not len(prompt):
-            raise ValueError(
-                f"prompt {row} is empty: it has no token, and the model has no BOS to start from"
+            raise PromptError(
+                row, "is empty: it needs a token, because the model has no BOS to start from"
             )
         total = len(prompt) + new
         if total > limit:
-            raise ValueError(
-                f"prompt {row} has {len(prompt)} tokens; with {new} new ones that is {total}, over"
-                f" the limit of {limit} positions: shorten the prompt, or lower --max_new_tokens"
+            raise PromptError(
+                row,
+                f"has {len(prompt)} tokens; with {new} new ones that is {total}, over the limit of"
+                f" {limit} positions: shorten the prompt, or lower --max_new_tokens",
             )
-        check_ids(f"prompt {row}", prompt, V)
+        if problem := unknown_id(prompt, V):
+            raise PromptError(row, problem)
 
 
-def check_ids(owner: str, ids: Iterable[int], vocab_size: int) -> None:
-    """ValueError for an id that the model does not have."""
+def unknown_id(ids: Iterable[int], vocab_size: int) -> str:
+    """What is wrong with the first id that the model does not have; "" if it has all of them."""
     for id in ids:
         if not 0 <= id < vocab_size:
-            raise ValueError(f"{owner} holds token id {id}, outside the vocabulary of {vocab_size}")
+            return f"holds token id {id}, outside the vocabulary of {vocab_size}"
+    return ""
 
 
 def check_settings(
@@ -66,7 +85,8 @@ def check_settings(
         )
     if len(stop_ids) > max_stop_ids:
         raise ValueError(f"{len(stop_ids)} stop ids are more than the {max_stop_ids} that fit")
-    check_ids("logit_bias", dict(sampling.logit_bias), model.config.vocab_size)
+    if problem := unknown_id(dict(sampling.logit_bias), model.config.vocab_size):
+        raise ValueError(f"logit_bias {problem}")
 
 
 def check_logprobs(num_logprobs: int | None, vocab_size: int) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from loading.checkpoint import Checkpoint
-from loading.draft_kinds import kind_of
+from loading.draft_types import draft_type_of
 from loading.options import DraftOptions, ModelOptions, split_spec
 from loading.plain_files import error_prefix
 from loading.target import load_target
@@ -120,7 +120,7 @@ def check_draft(folder_or_spec: str | Path | Checkpoint, config: Config) -> Call
     if is_folder(folder_or_spec):
         checkpoint = Checkpoint.of(folder_or_spec)
         with error_prefix(checkpoint.path / "config.json"):
-            kind = kind_of(checkpoint.hf)
+            kind = draft_type_of(checkpoint.hf)
         return folder_check(kind)(checkpoint, config)
     spec, folder = split_spec(folder_or_spec)
     kind, _, value = spec.partition(":")

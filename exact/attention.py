@@ -10,7 +10,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -115,7 +115,8 @@ def attends_alike(attend: Callable, heads: Heads, row_multiple: int, length_mult
         max_length = round_up_length(num_keys + MANY_ROWS, length_multiple)
         inputs = probe_inputs(heads, num_keys, max_length, cancels)
         expected = None  # (E,)
-        for probe_pass in passes_at_all_threads(heads):
+        passes = (p for threads in at_one_and_all_threads() for p in passes_of(heads, threads))
+        for probe_pass in passes:
             if probe_pass.query >= num_keys:
                 continue  # it would begin before the first position
             y = run_pass(attend, inputs, probe_pass, row_multiple, length_multiple)  # (b, g * R, E)
@@ -124,11 +125,6 @@ def attends_alike(attend: Callable, heads: Heads, row_multiple: int, length_mult
             if not torch.equal(y, expected.expand_as(y)):
                 return False
     return True
-
-
-def passes_at_all_threads(heads: Heads) -> Iterator[Pass]:
-    for threads in at_one_and_all_threads():
-        yield from passes_of(heads, threads)
 
 
 def passes_of(heads: Heads, threads: int) -> list[Pass]:

@@ -42,7 +42,7 @@ class RowSplit(NamedTuple):
         """The largest number of rows for which a row's result depends on the row alone."""
         return ANY_ROWS if self.is_exact else 0
 
-    def multiply(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def run(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """product(x (M, in)) -> (M, out), padded with zero rows or in parts."""
         M = x.size(0)
         for count in self.row_counts:
@@ -53,7 +53,7 @@ class RowSplit(NamedTuple):
         if not self.splits_larger:
             return product(x)
         parts = x.split(self.row_counts[-1])
-        return torch.cat([self.multiply(product, part) for part in parts])
+        return torch.cat([self.run(product, part) for part in parts])
 
 
 # Integer sums are exact in any order, so every number of rows will do, and only speed asks for

@@ -47,7 +47,7 @@ def merging_reader(
 ) -> Callable[[str], Tensor]:
     """`read` with the adapter merged. ValueError names the key or tensor that is no plain LoRA of
     this model."""
-    settings = read_settings(folder / "adapter_config.json")
+    adapter_config = read_adapter_config(folder / "adapter_config.json")
     pairs = {}  # a matrix's name -> its A and B
     saved = {}  # the name of a tensor that the adapter replaces -> the new one
     for name, stored in open_tensors([folder / "adapter_model.safetensors"]).items():
@@ -67,23 +67,23 @@ def merging_reader(
         delta = b @ a  # (out, in); an embedding's is (D, V)
         if name == EMBEDDING:
             delta = delta.T
-        scale = scale_of(settings, name.removesuffix(".weight"), len(a))
+        scale = scale_of(adapter_config, name.removesuffix(".weight"), len(a))
         return torch.add(weight.float(), delta, alpha=scale)
 
     return read_merged
 
 
-def read_settings(file: Path) -> dict:
+def read_adapter_config(file: Path) -> dict:
     """ValueError for an adapter that is no plain LoRA."""
-    settings = read_json(file)
+    adapter_config = read_json(file)
     for key, values in PLAIN.items():
-        if settings.get(key) not in (None, [], {}, *values):
+        if adapter_config.get(key) not in (None, [], {}, *values):
             supported = " or ".join(map(repr, values)) or "an adapter without it"
             raise ValueError(
-                f"{file}: {key} = {settings[key]!r:.99} is not supported: it adds something else"
-                f" than a plain LoRA's alpha / r * B A to the weights; supported: {supported}"
+                f"{file}: {key} = {adapter_config[key]!r:.99} is not supported: it adds something"
+                f" else than a plain LoRA's alpha / r * B A to the weights; supported: {supported}"
             )
-    return settings
+    return adapter_config
 
 
 def target_of(name: str) -> tuple[str, str | None]:
@@ -102,7 +102,9 @@ def check_tensors(folder: Path, config: Config, pairs: dict, saved: dict) -> Non
     shapes = {target: stored.get_shape() for target, stored in saved.items()}
     for target, parts in pairs.items():
         if parts.keys() != {"A", "B"}:
-            raise ValueError(f"{folder}: {target} has lora_{''.join(parts)} alone")
+            raise ValueError(
+                f"{folder}: {target} has lora_{''.join(parts)} alone; a LoRA has an A and a B"
+            )
         rows, rank = parts["B"].get_shape()
         rank_of_a, columns = parts["A"].get_shape()
         if rank != rank_of_a:
@@ -110,9 +112,15 @@ def check_tensors(folder: Path, config: Config, pairs: dict, saved: dict) -> Non
         shapes[target] = [columns, rows] if target == EMBEDDING else [rows, columns]
     for target, shape in shapes.items():
         if target not in expected:
-            raise ValueError(f"{folder}: {target} fits no tensor of this model")
+            raise ValueError(
+                f"{folder}: {target} fits no tensor of this model; use the model that it was"
+                " trained on"
+            )
         if config.tie_embeddings and target in (EMBEDDING, "lm_head.weight"):
-            raise ValueError(f"{folder}: {target} is an embedding that is also the head")
+            raise ValueError(
+                f"{folder}: {target} is an embedding that is also the head, which"
+                " cannot be merged; train the adapter without it"
+            )
         expected_shape = list(expected[target][0])
         if shape != expected_shape:
             raise ValueError(
@@ -127,14 +135,14 @@ def adapter_hash(folder: str | Path) -> str:
     return hashlib.sha256(b"".join(Path(folder, name).read_bytes() for name in names)).hexdigest()
 
 
-def scale_of(settings: dict, module: str, rank: int) -> float:
+def scale_of(adapter_config: dict, module: str, rank: int) -> float:
     """alpha / r, or alpha / sqrt(r) with use_rslora; alpha_pattern has modules with an alpha of
     their own."""
-    alpha = settings.get("lora_alpha", 8)
-    for pattern, value in (settings.get("alpha_pattern") or {}).items():
+    alpha = adapter_config.get("lora_alpha", 8)
+    for pattern, value in (adapter_config.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             alpha = value
             break
     if type(alpha) not in (int, float):
         raise ValueError(f"adapter_config.json: alpha = {alpha!r:.99} must be a number")
-    return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    return alpha / (math.sqrt(rank) if adapter_config.get("use_rslora") else rank)

@@ -77,7 +77,10 @@ class ChatTemplate:
             self.program = ENVIRONMENT.from_string(source)
             self.names_read = meta.find_undeclared_variables(tree)
         except (jinja2.TemplateError, RecursionError) as error:
-            raise ValueError(f"the chat template is broken: {one_line(error)}") from None
+            raise ValueError(
+                f"the chat template is broken: {one_line(error)}; --chat_template"
+                " FILE gives another"
+            ) from None
         # A template that loops over a message's content can read a list of parts.
         self.reads_parts = any(is_content(loop.iter) for loop in tree.find_all(nodes.For))
         self.roles = [role for role in ROLES if role in constants]
@@ -89,12 +92,15 @@ class ChatTemplate:
     def check_request(self, tools: list | None, variables: dict) -> None:
         """ValueError for tools and for variables that the template does not read."""
         if tools and "tools" not in self.source:
-            raise ValueError("the chat template does not mention tools")
-        unread = sorted(variables.keys() - self.names_read)
-        if unread:
+            raise ValueError(
+                "the chat template does not mention tools; give one that does as --chat_template"
+                " FILE"
+            )
+        unused = sorted(variables.keys() - self.names_read)
+        if unused:
             others = sorted(self.names_read - self.variables.keys() - set(ALWAYS_GIVEN))
             raise ValueError(
-                f"chat_template_kwargs: the chat template does not read {', '.join(unread):.200};"
+                f"chat_template_kwargs: the chat template does not read {', '.join(unused):.200};"
                 f" it reads {', '.join(others) or 'none':.500}"
             )
 
@@ -143,18 +149,17 @@ def fill_thoughts(message: dict) -> dict:
 
 
 def load_chat_template(
-    folder: Path, settings: dict, variables: dict[str, str]
+    folder: Path, tokenizer_config: dict, variables: dict[str, str]
 ) -> ChatTemplate | None:
-    """The template in chat_template.jinja, the settings' chat_template or chat_template.json, with
-    the one for tools called "tool_use". `settings`: tokenizer_config.json. ValueError names a file
-    that cannot be read."""
+    """The template in chat_template.jinja, tokenizer_config.json or chat_template.json, with the
+    one for tools called "tool_use". ValueError names a file that cannot be read."""
     file = folder / "chat_template.jinja"
     if file_exists(file):
         tool_file = folder / "additional_chat_templates" / "tool_use.jinja"
         sources = {"default": read_source(file), "tool_use": read_source(tool_file)}
     else:
         file = folder / "tokenizer_config.json"
-        sources = settings.get("chat_template")
+        sources = tokenizer_config.get("chat_template")
         if sources is None:  # the older file of models with a processor, such as mistral3
             file = folder / "chat_template.json"
             sources = read_json(file).get("chat_template")

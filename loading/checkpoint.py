@@ -171,7 +171,7 @@ class Checkpoint:
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.bfloat16,
         quantize: str | None = None,
-        head: str | None = None,
+        head_scheme: str | None = None,
         tp: Ranks | None = None,
         progress: bool = False,
         pack: bool = True,
@@ -182,7 +182,7 @@ class Checkpoint:
             is never held in full precision. Without it, quantized folders and GGUF blocks of 4 and
             8 bits are loaded as stored. Another program's format that none of our schemes
             represents exactly is requantized, with a note on stderr.
-        `head`: a scheme for lm_head and a tied embedding, which otherwise stay as they are.
+        `head_scheme`: a scheme for lm_head and a tied embedding, which otherwise stay as they are.
         `tp`: the Ranks over which the model is sharded. This process reads and holds its shard
         alone.
         `progress`: show a bar on stderr, if that is a terminal.
@@ -193,14 +193,15 @@ class Checkpoint:
         """
         ranks = tp or ALONE
         config, form, read = self.weights
-        scheme, head, overrides = resolve_schemes(form, self.path, quantize, head)
+        scheme, head_scheme, overrides = resolve_schemes(form, self.path, quantize, head_scheme)
         if form.requantize_to:
             *notes, reason = form.notes
             form = form._replace(notes=(*notes, f"{reason}; quantized again to {scheme}"))
         with error_prefix(self.path):
             check_divisible(config, ranks.world, max_group(scheme, overrides))
         ranks.check_same(self.fingerprints)
-        model = allocate(empty_model(config, dtype, scheme, head, ranks, overrides), device)
+        model = empty_model(config, dtype, scheme, head_scheme, ranks, overrides)
+        allocate(model, device)
         stored_names = {name for name, _ in named_linears(model)} if form.scheme else overrides
         total = sum(parameter.nbytes for parameter in model.parameters())
         desc = f"load {self.path.name}"
@@ -219,8 +220,8 @@ class Checkpoint:
         """The scheme, or the other program's quant_method, in its config.json; None for full
         precision."""
         form = read_stored_form(self.hf, self.path / "config.json")
-        other = self.hf.get("quantization_config") or {}
-        return form.scheme or other.get("quant_method")
+        quantization_config = self.hf.get("quantization_config") or {}
+        return form.scheme or quantization_config.get("quant_method")
 
     def fingerprints(self) -> dict[str, str]:
         """Hashes of config.json, of the tensors and of the adapter.
@@ -242,7 +243,7 @@ def load_model(checkpoint_dir: str | os.PathLike | Checkpoint, **options) -> Tra
     GGUF file.
 
     `checkpoint_dir`: its path, or an opened Checkpoint, which may have a LoRA adapter.
-    `options`: those of Checkpoint.load: device, dtype, quantize, head, tp, progress, pack.
+    `options`: those of Checkpoint.load: device, dtype, quantize, head_scheme, tp, progress, pack.
     """
     return Checkpoint.of(checkpoint_dir).load(**options)
 
@@ -296,7 +297,9 @@ def open_weights(
         if merged_experts.is_mxfp4(checkpoint.hf):
             form = StoredForm(overrides=expert_schemes(config, tensors))
             read = merged_experts.tensor_reader(tensors)
-    model = empty_model(config, torch.float32, form.scheme, form.head, overrides=form.overrides)
+    model = empty_model(
+        config, torch.float32, form.scheme, form.head_scheme, overrides=form.overrides
+    )
     check_headers(checkpoint.path, expected_tensors(config, model), tensors, config.tie_embeddings)
     return form, read
 
@@ -328,8 +331,8 @@ def open_other_format(
     if reason:
         form = StoredForm(overrides=overrides, requantize_to=scheme, notes=tuple(notes))
     else:
-        head = scheme if "lm_head" in quantized.matrices else None
-        form = StoredForm(scheme, head, overrides, notes=tuple(notes))
+        head_scheme = scheme if "lm_head" in quantized.matrices else None
+        form = StoredForm(scheme, head_scheme, overrides, notes=tuple(notes))
     return form, read
 
 

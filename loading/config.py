@@ -425,17 +425,17 @@ def rope_type_of(rope: Section, family: Family) -> str:
     """One of ROPE_KEYS, for which all keys of RoPE's object have a meaning. v4 also calls the key
     `type`, and an object with a theta alone scales nothing."""
     rope_type = rope.agreed("rope_type", rope, "type")
-    settings = {key for key, value in rope.items() if value is not None}
+    stored_keys = {key for key, value in rope.items() if value is not None}
     if rope.get("partial_rotary_factor") == 1:
-        settings.remove("partial_rotary_factor")
-    if not rope_type and settings <= {"rope_theta", "partial_rotary_factor"}:
+        stored_keys.remove("partial_rotary_factor")
+    if not rope_type and stored_keys <= {"rope_theta", "partial_rotary_factor"}:
         rope_type = "default"
     rope_type = family.rope_aliases.get(str(rope_type), rope_type)
     rope["rope_type"] = rope_type
     if str(rope_type) not in ROPE_KEYS:
         raise rope.refused("rope_type", f"is not supported; supported: {', '.join(ROPE_KEYS)}")
     readable = {"rope_type", "type", "rope_theta", *family.own_keys, *ROPE_KEYS[rope_type].split()}
-    for key in sorted(settings - readable):
+    for key in sorted(stored_keys - readable):
         raise rope.refused(key, f"is not supported with rope_type {rope_type!r}")
     return rope_type
 

@@ -34,7 +34,7 @@ class MergedExperts(NamedTuple):
     down: str = "mlp.experts.down_proj"  # (experts, D, F)
     # gpt-oss's: the rows of gate and up in turn, and matrices transposed. Others are transposed if
     # their shape says so.
-    is_interleaved: bool = False
+    is_gpt_oss: bool = False
 
 
 class Gguf(NamedTuple):
@@ -261,7 +261,7 @@ FAMILIES = {
         default_rope=None,
         experts=ExpertDefaults(128, 4, dim_key="intermediate_size"),
         names={"ffn.router": ["mlp.router"]},
-        merged_experts=MergedExperts(is_interleaved=True),
+        merged_experts=MergedExperts(is_gpt_oss=True),
         gguf=Gguf(
             "gpt-oss",
             names={"ffn_norm": ["post_attention_norm"]},

@@ -46,13 +46,13 @@ def read_config_json(file: Path) -> dict:
     """A config.json. ModelOpt writes its quantization_config into a file of its own, or below a key
     "quantization", and some versions leave its quant_method out."""
     hf = read_json(file)
-    settings = hf.get("quantization_config")
-    if settings is None:
-        settings = plain_files.read_json(file.with_name("hf_quant_config.json"))
-    if isinstance(settings, dict):
-        settings = settings.get("quantization", settings)
-        if isinstance(settings, dict) and "quant_algo" in settings:
-            hf["quantization_config"] = {**settings, "quant_method": "modelopt"}
+    entry = hf.get("quantization_config")
+    if entry is None:
+        entry = plain_files.read_json(file.with_name("hf_quant_config.json"))
+    if isinstance(entry, dict):
+        entry = entry.get("quantization", entry)
+        if isinstance(entry, dict) and "quant_algo" in entry:
+            hf["quantization_config"] = {**entry, "quant_method": "modelopt"}
     return hf
 
 
@@ -70,7 +70,7 @@ def tensor_files(folder: Path) -> list[Path]:
         raise ValueError(f"{folder}: neither {single.name} nor {index.name}{hint}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index}: weight_map is missing or empty")
+        raise ValueError(f"{index}: weight_map is missing or empty; fetch the file again")
     for name in weight_map.values():
         if not isinstance(name, str) or not name.isprintable():
             raise ValueError(f"{index}: weight_map has {name!r} where a file's name must stand")

@@ -323,7 +323,9 @@ def map_tensors(infos: list[tuple], data: Tensor, alignment: int) -> dict[str, B
     begin = 0
     for name, shape, stored_type, offset in infos:
         if offset != begin:
-            raise ValueError(f"tensor {name} has the offset {offset} instead of {begin}")
+            raise ValueError(
+                f"tensor {name} has the offset {offset} instead of {begin}: fetch the file again"
+            )
         num_blocks = math.prod(shape) // stored_type.num_weights
         end = begin + num_blocks * stored_type.num_bytes
         if end > len(data):

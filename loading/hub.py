@@ -55,11 +55,3 @@ def download(repo: str, revision: str | None = None, gguf_type: str | None = Non
         matches = ", ".join(sorted(models)) or "none; the model's page on the hub lists its files"
         raise ValueError(f"one GGUF file of type {gguf_type} is needed; found {matches}")
     return files[0]
-
-
-def model_name(path: str | Path) -> str:
-    """The name of a folder or file, and of a repository where the path lies in the hub's cache."""
-    path = Path(path).absolute()
-    if path.parent.name == "snapshots":
-        return path.parent.parent.name.split("--")[-1]
-    return path.name

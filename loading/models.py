@@ -67,17 +67,17 @@ def empty_model(
     config: Config,
     dtype: torch.dtype,
     scheme: str | None = None,
-    head: str | None = None,
+    head_scheme: str | None = None,
     ranks: Ranks = ALONE,
     overrides: Mapping[str, str | None] = MappingProxyType({}),
 ) -> Transformer:
     """A Transformer, or one rank's shard of it, on the meta device: shapes without memory.
 
-    `scheme` is that of the blocks' Linears, `head` that of lm_head; `overrides` has the schemes of
-    Linears that differ ({"layers.3.ffn.down": None}). ValueError for a head without a scheme, and
-    for inputs that do not divide.
+    `scheme` is that of the blocks' Linears, `head_scheme` that of lm_head; `overrides` has the
+    schemes of Linears that differ ({"layers.3.ffn.down": None}). ValueError for a head without a
+    scheme, and for inputs that do not divide.
     """
-    check_head(head, scheme)
+    check_head(head_scheme, scheme)
     with torch.device("meta"):
         model = Transformer(config).to(dtype)
         if config.selection_bias:
@@ -87,7 +87,7 @@ def empty_model(
     shrink_to_shard(model, ranks)
 
     def empty(name: str, linear: nn.Module) -> QuantizedLinear | None:
-        target_scheme = overrides.get(name, head if name == "lm_head" else scheme)
+        target_scheme = overrides.get(name, head_scheme if name == "lm_head" else scheme)
         if target_scheme is None:
             return None
         formats.check_columns(
@@ -111,7 +111,7 @@ def allocate(module: nn.Module, device: str | torch.device) -> nn.Module:
     return module.requires_grad_(False).eval()
 
 
-def fill(
+def load_parameters(
     model: Transformer, names: Iterable[str], read: Callable[[str], Tensor], ranks: Ranks = ALONE
 ) -> None:
     """Copy the stored tensors of these parameters, or this rank's shards of them, into the
@@ -127,8 +127,8 @@ def fill(
 def plain_dtype(requested: str | None, stored: str | None) -> torch.dtype:
     """The dtype of weights that are not quantized: the requested one, or the checkpoint's own where
     it is one that we compute in, else bfloat16."""
-    own = stored if stored in ("bfloat16", "float16", "float32") else "bfloat16"
-    return getattr(torch, requested or own)
+    default = stored if stored in ("bfloat16", "float16", "float32") else "bfloat16"
+    return getattr(torch, requested or default)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -162,7 +162,7 @@ def load_weights(
     for name, parameter in model.named_parameters():
         module, _, part = name.rpartition(".")
         if module in stored_names or is_plain(name):
-            fill(model, [name], read, ranks)
+            load_parameters(model, [name], read, ranks)
         elif part == "codes":
             quantize_into(model.get_submodule(module), module, model.config, read, ranks)
         report_bytes(parameter.nbytes)
@@ -202,7 +202,7 @@ def quantize_into(
         row_max = None
         if has_split_rows and format.scope == "row_max":
             row_max = ranks.max(weight.abs().amax(1).float())
-        linear.fill(
+        linear.copy_parts(
             slice(begin, begin + len(weight)),
             quantized_parts(source, weight, linear.scheme, row_max),
         )
@@ -228,7 +228,7 @@ def random_model(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
     quantize: str | None = None,
-    head: str | None = None,
+    head_scheme: str | None = None,
     tp: Ranks | None = None,
     pack: bool = True,
 ) -> Transformer:
@@ -245,5 +245,5 @@ def random_model(
             return torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
         return torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
 
-    model = allocate(empty_model(config, dtype, quantize, head, ranks), device)
+    model = allocate(empty_model(config, dtype, quantize, head_scheme, ranks), device)
     return load_weights(model, draw, ranks, pack)

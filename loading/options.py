@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from weights.schemes import check_head, check_scheme, head_scheme
+from weights.schemes import check_head, check_scheme, choose_head_scheme
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class ModelOptions:
     chat_template: str | None = None
 
     def __post_init__(self):
-        head = head_scheme(self.quantize, self.quantize_head)
-        check_head(head, self.quantize)
+        head_scheme = choose_head_scheme(self.quantize, self.quantize_head)
+        check_head(head_scheme, self.quantize)
         if self.random_weights and (self.adapter or self.chat_template):
             raise ValueError(
                 "--adapter and --chat_template need the weights and the tokenizer of a --checkpoint"
             )
-        for scheme in (self.quantize, head):
+        for scheme in (self.quantize, head_scheme):
             if scheme is not None:
                 check_scheme(scheme)
 

@@ -33,7 +33,7 @@ def file_exists(file: Path) -> bool:
 def plain_file(file: Path, max_bytes: float = MAX_TEXT_BYTES) -> Path:
     """The same file. ValueError for a pipe or device, for more bytes, and for a Git LFS pointer."""
     if not file.is_file():
-        raise ValueError(f"{file}: not a plain file")
+        raise ValueError(f"{file}: a pipe, a device or a folder; give a plain file")
     if file.stat().st_size > max_bytes:
         raise ValueError(f"{file}: its {file.stat().st_size:,} bytes are more than {max_bytes:,}")
     refuse_lfs_pointer(file)

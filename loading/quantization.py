@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from weights.formats import FORMATS
-from weights.schemes import head_scheme
+from weights.schemes import choose_head_scheme
 
 # For folders that only we read. Without a quant_method other programs refuse them; for an unknown
 # quant_method transformers warns and loads random weights.
@@ -24,7 +24,7 @@ class StoredForm(NamedTuple):
     """The schemes that a folder's matrices are stored in; None for full precision."""
 
     scheme: str | None = None  # of all matrices but the head
-    head: str | None = None
+    head_scheme: str | None = None
     # The schemes of single matrices, by our names, where they differ from `scheme`.
     overrides: Mapping[str, str | None] = MappingProxyType({})
     requantize_to: str | None = None  # the scheme of weights that no scheme keeps exactly
@@ -44,9 +44,9 @@ def read_stored_form(hf: dict, file: Path) -> StoredForm:
     schemes = list(FORMATS)  # a list, because values of other programs may not be hashable
     keys = set(entry) if isinstance(entry, dict) else set()
     if "scheme" in keys <= {"scheme", "head", "method", "kept"}:
-        head = entry.get("head")
-        if entry["scheme"] in schemes and head in (None, *schemes):
-            return StoredForm(entry["scheme"], head, dict.fromkeys(entry.get("kept") or []))
+        head_scheme = entry.get("head")
+        if entry["scheme"] in schemes and head_scheme in (None, *schemes):
+            return StoredForm(entry["scheme"], head_scheme, dict.fromkeys(entry.get("kept") or []))
     raise ValueError(
         f"{file}: quantization = {reprlib.repr(entry)} is not supported; schemes:"
         f" {', '.join(schemes)}"
@@ -54,29 +54,30 @@ def read_stored_form(hf: dict, file: Path) -> StoredForm:
 
 
 def resolve_schemes(
-    form: StoredForm, folder: Path, quantize: str | None, head: str | None
+    form: StoredForm, folder: Path, quantize: str | None, head_choice: str | None
 ) -> tuple[str | None, str | None, dict]:
-    """(scheme, head, overrides) of the loaded model, for a folder in this form and the user's
-    `quantize` and `head`, which may be a choice of head_scheme. ValueError if the folder is stored
+    """(scheme, head scheme, overrides) of the loaded model, for a folder in this form, the user's
+    `quantize`, and `head_choice` as in choose_head_scheme. ValueError if the folder is stored
     in another scheme."""
     stored = form.scheme
-    head = head_scheme(None if stored else quantize, head)
+    head_scheme = choose_head_scheme(None if stored else quantize, head_choice)
     if stored and quantize not in (None, stored):
         raise ValueError(
             f"{folder}: is stored in {stored} and cannot be quantized to {quantize}; use the"
             f" original"
         )
-    if stored and head not in (None, form.head):
+    if stored and head_scheme not in (None, form.head_scheme):
         raise ValueError(
-            f"{folder}: its head is stored in {form.head or 'full precision'}, not in {head}"
+            f"{folder}: its head is stored in {form.head_scheme or 'full precision'}, not in"
+            f" {head_scheme}; use the original to change it"
         )
     scheme = stored or quantize or form.requantize_to
-    head = form.head or head
-    requested = dict.fromkeys(form.overrides, quantize) | {"lm_head": head}
+    head_scheme = form.head_scheme or head_scheme
+    requested = dict.fromkeys(form.overrides, quantize) | {"lm_head": head_scheme}
     overrides = {
         name: x for name, x in form.overrides.items() if x is None or requested[name] in (None, x)
     }
-    return scheme, head, overrides
+    return scheme, head_scheme, overrides
 
 
 def max_group(

@@ -64,18 +64,18 @@ def quantization_entry(model: Transformer) -> dict:
     scheme_by_name = {
         name: getattr(linear, "scheme", None) for name, linear in named_linears(model)
     }
-    head = scheme_by_name.pop("lm_head")
+    head_scheme = scheme_by_name.pop("lm_head")
     unquantized = [name for name, scheme in scheme_by_name.items() if not scheme]
     schemes = sorted({*scheme_by_name.values()} - {None})
-    if not schemes and not head:
+    if not schemes and not head_scheme:
         return {}
     if len(schemes) != 1:
         blocks = " and ".join(schemes) or "full precision"
         raise ValueError(
             f"no folder holds such a model: its blocks are in {blocks}, its head in"
-            f" {head or 'full precision'}; quantize all blocks to one scheme"
+            f" {head_scheme or 'full precision'}; quantize all blocks to one scheme"
         )
-    entry = {"scheme": schemes[0], "head": head}
+    entry = {"scheme": schemes[0], "head": head_scheme}
     if unquantized:
         entry["kept"] = unquantized
     return entry

@@ -16,7 +16,7 @@ from loading.tokenizer import Tokenizer, load_tokenizer
 from loading.tokenizers.numbers import NumberRuntime
 from model import Config, Transformer
 from tp import ALONE, Ranks
-from weights.schemes import head_scheme
+from weights.schemes import choose_head_scheme
 
 
 def pick_device(name: str | None) -> torch.device:
@@ -52,7 +52,7 @@ def load_target(
     numbers."""
     config = target_config(options)
     dtype = pick_dtype(options.dtype, config.dtype, device)
-    settings = {
+    load_options = {
         "device": device,
         "dtype": dtype,
         "quantize": options.quantize,
@@ -60,12 +60,14 @@ def load_target(
         "pack": False,
     }
     if options.random_weights:
-        head = head_scheme(options.quantize, options.quantize_head)
-        model = random_model(config, head=head, **settings)
+        head_scheme = choose_head_scheme(options.quantize, options.quantize_head)
+        model = random_model(config, head_scheme=head_scheme, **load_options)
         return model, Tokenizer(NumberRuntime(config.vocab_size), config.vocab_size)
     tokenizer = load_tokenizer(options.checkpoint, options.chat_template)
     pieces = b"\0".join(tokenizer.pieces())
     ranks.check_same(lambda: {"its tokenizer": hashlib.sha256(pieces).hexdigest()})
     checkpoint = Checkpoint(options.checkpoint, options.adapter)
-    model = load_model(checkpoint, head=options.quantize_head, progress=progress, **settings)
+    model = load_model(
+        checkpoint, head_scheme=options.quantize_head, progress=progress, **load_options
+    )
     return model, tokenizer

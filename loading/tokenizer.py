@@ -295,9 +295,12 @@ def conversation_ids(
     if tokenizer.template is not None:
         return tokenizer.chat(messages, tools=tools, prefill=prefill, **names)
     has_calls = any(message.get("tool_calls") for message in messages)
-    unread = ["tools"] * bool(tools) + ["tool_calls"] * has_calls + [*names]
-    if unread:
-        raise ValueError(f"this model has no chat template for {', '.join(unread)}")
+    unsupported = ["tools"] * bool(tools) + ["tool_calls"] * has_calls + [*names]
+    if unsupported:
+        raise ValueError(
+            f"this model has no chat template for {', '.join(unsupported)}; give one as"
+            " --chat_template FILE"
+        )
     texts = [join_parts(message["content"]) for message in messages]
     if prefill:
         texts.append(prefill)

@@ -237,7 +237,7 @@ class Decoder:
         recording = row.job.recording
         # A prompt runs once, however many answers it has.
         if row.prompt_number not in recording:
-            row.settings["prompt_logprobs"] = row.num_prompt_logprobs
+            row.request_args["prompt_logprobs"] = row.num_prompt_logprobs
         try:
             self.llm.start(row)
             recording.setdefault(row.prompt_number, row.request)

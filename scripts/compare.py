@@ -35,11 +35,11 @@ from typing import NamedTuple
 import torch
 
 from cli.answers import RowAnswer
-from cli.errors import cpu_share, ending_plainly
+from cli.errors import cpu_share, exit_on_error
 from cli.flags import options_of, parser, with_chosen_seed
 from cli.opening import check_draft_source, context_limit, sampling_paths
 from cli.options import Options
-from cli.prompts import Encoder, Prompt, read_prompts
+from cli.prompts import Encoder, Prompt, Row, read_prompts
 from cli.report import decided, rate, speculative, summary
 from cli.running import run_interruptibly, warm_up
 from decoding.engine import Engine
@@ -83,17 +83,17 @@ class Side:
     options: Options
     llm: LLM
     num_threads: int
-    rows: list[Prompt]
+    rows: list[Row]
     timings: list[Timing] = field(default_factory=list)  # one for every `decode`
 
     @property
     def batch_size(self) -> int:
         return self.options.run.batch_size
 
-    def answer(self, row: Prompt) -> RowAnswer:
+    def answer(self, row: Row) -> RowAnswer:
         return RowAnswer(self.llm, row)
 
-    def decode(self, rows: Sequence[Prompt]) -> list[list[int]]:
+    def decode(self, rows: Sequence[Row]) -> list[list[int]]:
         """New ids of each row, decoded from an empty cache, as many rows at a time as the engine
         has slots."""
         torch.set_num_threads(self.num_threads)
@@ -378,7 +378,7 @@ def token_text(difference: dict, side: str) -> str:
 
 
 def main() -> None:
-    with ending_plainly():
+    with exit_on_error():
         args = parse_args()
         result = run(args)
         if args.json:

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from cli.errors import defer_interrupts, ending_plainly, use_threads
+from cli.errors import defer_interrupts, exit_on_error, use_threads
 from decoding.costs import Costs
 from decoding.engine import Engine
 from decoding.sampling import Sampling
@@ -557,7 +557,7 @@ def log_text(run: Run, windows: Windows, heldout: Tensor) -> None:
 def main() -> None:
     args = parse_args()
     use_threads(None)
-    with ending_plainly():
+    with exit_on_error():
         print(json.dumps(distill(args)))
 
 

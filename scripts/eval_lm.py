@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from cli.errors import ending_plainly, fail
+from cli.errors import exit_on_error, fail
 from cli.opening import load_models
 from cli.options import check_writable
 from decoding.answers import Answer
@@ -472,7 +472,9 @@ class QuickdraftLM(TemplateLM):
     def _fit_engine(self, answers: list[Answer]) -> Engine:
         """The last engine, or a larger one where these answers need it."""
         batch_size = min(self.batch_size, len(answers))
-        length = max(len(answer.prompt) + answer.settings["max_new_tokens"] for answer in answers)
+        length = max(
+            len(answer.prompt) + answer.request_args["max_new_tokens"] for answer in answers
+        )
         engine = self.engine
         if engine is not None:
             if batch_size <= engine.batch_size and length <= engine.max_seq_length:
@@ -543,7 +545,7 @@ def run(options: EvaluationOptions) -> dict:
 
 
 def main() -> None:
-    with ending_plainly():
+    with exit_on_error():
         options = parse_args()
         results = run(options)
         from lm_eval.utils import handle_non_serializable, make_table

@@ -64,7 +64,7 @@ class Column:
     def text(self) -> Text:
         """The prompt, dim, and the new text in the colours of --show_drafts."""
         text = Text()
-        text.append(self.answer.row.text.translate(CONTROLS), "dim")
+        text.append(self.answer.row.prompt.text.translate(CONTROLS), "dim")
         records = self.answer.request.token_records  # none without a drafter
         for number, piece in enumerate(self.answer.pieces):
             style = None

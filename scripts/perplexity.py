@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from cli.errors import ending_plainly
+from cli.errors import exit_on_error
 from loading.checkpoint import load_config, load_model
 from loading.models import pick_dtype
 from loading.target import pick_device
@@ -205,7 +205,7 @@ def run(args: PerplexityOptions) -> dict:
         dtype = pick_dtype(options.dtype, load_config(folder).dtype, device)
         return load_model(folder, device=device, dtype=dtype, progress=True, **schemes)
 
-    model = load(options.checkpoint, quantize=options.quantize, head=options.quantize_head)
+    model = load(options.checkpoint, quantize=options.quantize, head_scheme=options.quantize_head)
     reference = load(args.reference) if args.reference else None
     return measure(model, rows, args.batch_size, reference, bos=bos is not None)
 
@@ -222,7 +222,7 @@ def check_reference(reference: str, checkpoint: str, tokenizer: Tokenizer) -> No
 
 
 def main() -> None:
-    with ending_plainly():
+    with exit_on_error():
         args = parse_args()
         result = run(args)
         if args.json:

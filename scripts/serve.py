@@ -37,18 +37,16 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from cli.errors import ending_plainly, fail, use_threads
+from cli.errors import exit_on_error, fail, use_threads
 from cli.flags import with_chosen_seed
-from cli.opening import Demand, open_llm
+from cli.opening import Workload, open_llm
 from cli.page import page
-from cli.prompts import new_tokens
 from cli.report import greedy_text
 from decoding.grammar import Grammar, JsonGrammars
 from decoding.sampling import Sampling
-from decoding.settings import is_random, random_seed
+from decoding.settings import is_random, new_tokens, random_seed
 from decoding.state import MAX_STOP_IDS
-from decoding.validation import check_lengths, check_settings
-from loading.hub import model_name
+from decoding.validation import check_lengths, check_settings, reason_of
 from loading.target import pick_device
 from loading.tokenizer import conversation_ids
 from scripts.serve_flags import ServerOptions, parse_args, read_api_key
@@ -94,6 +92,14 @@ log = logging.getLogger("uvicorn.error")  # in the format of uvicorn's lines abo
 
 def json_response(body: dict, status: int = 200) -> Response:
     return Response(json.dumps(body), status, media_type="application/json")
+
+
+def model_name(path: str | Path) -> str:
+    """The name of a folder or file, and of a repository where the path lies in the hub's cache."""
+    path = Path(path).absolute()
+    if path.parent.name == "snapshots":
+        return path.parent.parent.name.split("--")[-1]
+    return path.name
 
 
 class EncodedPrompt(NamedTuple):
@@ -328,7 +334,7 @@ class Api:
         try:
             return [self.encode(request, prompt) for prompt in request.prompts]
         except ValueError as error:
-            message = str(error).removeprefix("prompt 0 ").partition(", or lower")[0]
+            message = reason_of(error).partition(", or lower")[0]
         code = None
         if "positions" in message:
             code = "context_length_exceeded"
@@ -522,7 +528,7 @@ def run(flags: ServerOptions) -> int:
     listener = listen(flags)  # clients that connect while the model loads wait for it
     device = pick_device(options.model.device)
     use_threads(options.run.threads)
-    opened = open_llm(options, Demand(num_slots=options.run.batch_size), device)
+    opened = open_llm(options, Workload(num_slots=options.run.batch_size), device)
     decoder = Decoder(opened.llm, flags.queue)
     address, port = listener.getsockname()[:2]
     is_local = ip_address(address).is_loopback
@@ -546,7 +552,7 @@ def run(flags: ServerOptions) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    with ending_plainly():
+    with exit_on_error():
         status = run(parse_args(argv))
     sys.exit(status)
 

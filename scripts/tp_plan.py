@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from cli.errors import ending_plainly
+from cli.errors import exit_on_error
 from cli.report import attended_bytes, position_bytes, stored_bytes, weight_bytes
 from loading.checkpoint import Checkpoint, find_layout, read_config
 from loading.files import read_json
@@ -33,7 +33,7 @@ from model import Config
 from scripts.flags import tp_plan_args as parse_args
 from tp import SUM, Ranks, check_divisible, shard_spec
 from weights.formats import format_of
-from weights.schemes import head_scheme
+from weights.schemes import choose_head_scheme
 from weights.walker import named_linears
 
 
@@ -42,16 +42,16 @@ def plan(
     world: int,
     dtype: torch.dtype = torch.bfloat16,
     scheme: str | None = None,
-    head: str | None = None,
+    head_scheme: str | None = None,
     overrides: dict[str, str | None] | None = None,
     context: int = 0,
 ) -> dict:
     """Rank 0 of `world`, in bytes: the weights that it holds, the weights that a step reads and,
     with `context` cached tokens, the keys and values, and a step's collectives. `scheme` is that of
-    the blocks, `head` of the head, `overrides` of single matrices by name. ValueError for a model
-    that tp.py cannot divide."""
+    the blocks, `head_scheme` of the head, `overrides` of single matrices by name. ValueError for a
+    model that tp.py cannot divide."""
     check_divisible(config, world, max_group(scheme, overrides or {}))
-    model = empty_model(config, dtype, scheme, head, Ranks(0, world), overrides or {})
+    model = empty_model(config, dtype, scheme, head_scheme, Ranks(0, world), overrides or {})
     kv_bytes = position_bytes(model)
     _, kv_heads = model.layers[0].attention.heads()
     num_reduces = 0
@@ -131,7 +131,7 @@ def print_row(row: dict, context: int, memory: float | None) -> None:
 
 
 def check_flags(args) -> None:
-    for scheme in (args.quantize, head_scheme(args.quantize, args.quantize_head)):
+    for scheme in (args.quantize, choose_head_scheme(args.quantize, args.quantize_head)):
         if scheme is not None:
             format_of(scheme)  # ValueError for an unknown one, once and not in each row
     if not all(part.isdigit() and int(part) for part in args.ranks.split(",")):
@@ -147,7 +147,7 @@ def check_flags(args) -> None:
         )
 
 
-@ending_plainly()
+@exit_on_error()
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     check_flags(args)
@@ -160,15 +160,17 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(
             f"--context {context} is over the model's {config.max_seq_length} positions"
         )
-    scheme, head, overrides = resolve_schemes(stored, path, args.quantize, args.quantize_head)
+    scheme, head_scheme, overrides = resolve_schemes(
+        stored, path, args.quantize, args.quantize_head
+    )
     dtype = getattr(torch, args.dtype)
     if not args.json:
-        formats = sorted({scheme, head, *overrides.values()} - {None}) or [args.dtype]
+        formats = sorted({scheme, head_scheme, *overrides.values()} - {None}) or [args.dtype]
         print(f"{path.stem}, {' and '.join(formats)}; per rank, sizes in GB")
         print("ranks  weights  read/token  KV/1k tokens   all-reduces/token  tok/s at most  note")
     for world in map(int, args.ranks.split(",")):
         try:
-            row = plan(config, world, dtype, scheme, head, overrides, context)
+            row = plan(config, world, dtype, scheme, head_scheme, overrides, context)
         except ValueError as error:
             row = {"ranks": world, "refused": str(error)}
         else:

@@ -161,7 +161,9 @@ def attention(q, k, v, bias):
 def held_codes(B: int, G: int, S: int, E: int):
     cache, *_ = filled(Int8Cache, B, G, S, E, torch.bfloat16)
     keys = every(S)
-    return cache.codes_at(B, keys), cache.read(B, AttentionMask(keys.mask.double(), None))
+    k, k_scale, v, v_scale = cache.read_codes(B, keys)
+    decoded = cache.read(B, AttentionMask(keys.mask.double(), None))
+    return (k, k_scale, v.mT, v_scale), decoded
 
 
 needs_exact_products = pytest.mark.skipif(

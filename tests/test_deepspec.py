@@ -21,7 +21,7 @@ from drafts.dflash import DFlash, DFlashDraft, DFlashModel, load_dflash
 from drafts.eagle import EagleDraft, load_eagle
 from drafts.registry import check_draft, load_drafter
 from loading.checkpoint import load_model
-from loading.draft_kinds import kind_of
+from loading.draft_types import draft_type_of
 from model import Config, Transformer
 
 RANK = 5
@@ -290,7 +290,7 @@ class Qwen3EagleTwin(EagleTwin):
 @pytest.mark.parametrize("plain", [0, 34])
 def test_eagle_is_its_twin(plain, target, target_folder, tmp_path):
     folder = written(tmp_path / "draft", EAGLE, qwen3_eagle_tensors())
-    assert kind_of(EAGLE) == "eagle3"
+    assert draft_type_of(EAGLE) == "eagle3"
     drafter = recorded(EagleDraft)(load_eagle(folder, target))
     assert drafter.model.aux_layer_ids == (1, 2)
     twin = Qwen3EagleTwin(folder, target_folder)
@@ -306,7 +306,7 @@ def test_eagle_is_its_twin(plain, target, target_folder, tmp_path):
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_a_folder_is_a_drafter(quantize, target, tmp_path):
     folder = dspark_folder(tmp_path / "draft")
-    assert kind_of(DSPARK) == "dflash" and kind_of(DSPARK | NO_HEAD) == "dflash"
+    assert draft_type_of(DSPARK) == "dflash" and draft_type_of(DSPARK | NO_HEAD) == "dflash"
     check_draft(folder, target.config)
     drafter = load_drafter(folder, target, None, quantize=quantize, pack=False)
     assert isinstance(drafter, DFlashDraft) and drafter.max_draft_tokens == BLOCK

@@ -33,7 +33,7 @@ from decoding.sampling import Sampling
 from drafts.dflash import DFlashDraft, DFlashModel, load_dflash
 from drafts.registry import check_draft, load_drafter
 from loading.checkpoint import load_model
-from loading.draft_kinds import kind_of
+from loading.draft_types import draft_type_of
 from model import Transformer
 from speculative import DraftLength
 
@@ -320,7 +320,7 @@ def test_auto_stays_within_the_block():
 
 def test_a_folder_is_a_drafter(target, tmp_path):
     folder = dflash_folder("published", tmp_path / "draft")
-    assert kind_of(PUBLISHED) == "dflash"
+    assert draft_type_of(PUBLISHED) == "dflash"
     check_draft(folder, target.config)
     for quantize in (None, "int8"):
         drafter = load_drafter(folder, target, None, quantize=quantize, pack=False)

@@ -37,7 +37,7 @@ from drafts.registry import check_draft, folder_check, load_drafter
 from drafts.translated import SAMPLE_TEXT
 from drafts.vocabulary import ids_by_string, translate
 from loading.checkpoint import load_model
-from loading.draft_kinds import kind_of
+from loading.draft_types import draft_type_of
 from loading.tokenizer import load_tokenizer
 from model import Config, Transformer
 from speculative import ModelDraft
@@ -682,20 +682,20 @@ def test_compiled_rounds(kind, compile_prompts):
 
 
 def test_a_config_says_what_its_folder_is():
-    assert kind_of(LAYER) == "model" and kind_of({**LAYER, "pard_token": 5}) == "pard"
-    assert kind_of(SAFEAI) == kind_of(SPECULATORS) == "eagle3"
+    assert draft_type_of(LAYER) == "model" and draft_type_of({**LAYER, "pard_token": 5}) == "pard"
+    assert draft_type_of(SAFEAI) == draft_type_of(SPECULATORS) == "eagle3"
     assert (
-        kind_of({**LAYER, "architectures": ["LlamaForCausalLM"], "draft_vocab_size": 50})
+        draft_type_of({**LAYER, "architectures": ["LlamaForCausalLM"], "draft_vocab_size": 50})
         == "eagle3"
     )
-    assert kind_of({**LAYER, "dflash_config": {}}) == "dflash"
+    assert draft_type_of({**LAYER, "dflash_config": {}}) == "dflash"
     for key, value in (
         ("speculators_model_type", "dspark"),
         ("medusa_num_heads", 4),
         ("markov_rank", 256),
     ):
         with pytest.raises(ValueError, match=key):
-            kind_of({**LAYER, key: value})
+            draft_type_of({**LAYER, key: value})
     for mask in (V, -1, True, "x", 1.5):
         with pytest.raises(ValueError, match="pard_token"):
             pard_token({**LAYER, "pard_token": mask})

@@ -107,7 +107,7 @@ def test_fused_matrices_are_quantized_and_cut_as_three(folder_of):
                 if scheme:
                     models.quantize_into(linear, f"layers.1.{ours}", config, read, ranks)
                 else:
-                    models.fill(model, [f"layers.1.{ours}.weight"], read, ranks)
+                    models.load_parameters(model, [f"layers.1.{ours}.weight"], read, ranks)
                 assert torch.equal(
                     linear.dequantized(torch.float32) if scheme else linear.weight, want
                 ), (name, scheme)

@@ -508,7 +508,9 @@ def test_ranks_hold_rows_of_any_block_and_whole_groups_of_inputs(tmp_path):
     config, form, read = checkpoint.Checkpoint(tmp_path).weights
     for rank in range(2):
         ranks = Ranks(rank, 2)
-        model = models.empty_model(config, F32, form.scheme, form.head, ranks, form.overrides)
+        model = models.empty_model(
+            config, F32, form.scheme, form.head_scheme, ranks, form.overrides
+        )
         model = models.load_weights(
             models.allocate(model, "cpu"),
             read,

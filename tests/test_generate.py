@@ -15,6 +15,7 @@ from decoding.kv_8bit import Fp8Cache, Int8Cache
 from decoding.runner import padded_length
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
+from decoding.validation import PromptError
 from drafts.ngram import NgramDraft
 from generate import decode, generate, stream
 from loading.checkpoint import load_model
@@ -248,20 +249,20 @@ def test_what_is_told_of_a_token_is_what_the_models_give_it(drafted, folder_of):
     )
     options = {"sampling": sampling, "seed": 3, "engine": engine}
     rows = rows_of(model, PROMPTS, timing=told, **options)
-    for row, (prompt, ids, facts) in enumerate(zip(PROMPTS, rows, told.tokens or [None] * 4)):
+    for prompt, ids, request in zip(PROMPTS, rows, told.requests, strict=True):
         text, pos = torch.tensor([prompt + ids]), torch.arange(len(prompt + ids))
         logits, draft_logits = (each(text, pos)[0, len(prompt) - 1 : -1] for each in (model, draft))
         log_p = logits.log_softmax(-1)
         p, q = (sampling.probs(each) for each in (logits, draft_logits))
-        request = told.requests[row]
         assert len(request.top_logprobs) == len(request.token_probs) == len(ids)
         for i, id in enumerate(ids):
-            judged = drafted and facts[i].index < facts[i].k
+            fact = request.token_records[i] if drafted else None
+            judged = drafted and fact.index < fact.k
             values, top = log_p[i].topk(2)
             expected = [p[i, id].item(), q[i, id].item() if judged else 0.0]
             assert request.token_probs[i][:2] == pytest.approx(expected, abs=1e-4)
             if judged:
-                drafted_id = facts[i].rejected[0] if facts[i].rejected else id
+                drafted_id = fact.rejected[0] if fact.rejected else id
                 expected = [p[i, drafted_id].item(), q[i, drafted_id].item()]
                 assert request.token_probs[i][2:] == pytest.approx(expected, abs=1e-4)
             pairs = [
@@ -291,7 +292,8 @@ def test_accepted_and_rejected_tokens_spell_what_the_draft_proposed(batch_size, 
     engine = Engine(model, batch_size, 40, drafter=ModelDraft(draft), speculate_k=3)
     rows = rows_of(model, PROMPTS, timing=timing, sampling=Sampling(0), engine=engine)
     num_corrected = 0
-    for prompt, ids, records in zip(PROMPTS, rows, timing.tokens, strict=True):
+    records_of_rows = [request.token_records for request in timing.requests]
+    for prompt, ids, records in zip(PROMPTS, rows, records_of_rows, strict=True):
         for i, (id, record) in enumerate(zip(ids, records, strict=True)):
             is_corrected = record.index == record.accepted < record.k
             assert bool(record.rejected) == is_corrected
@@ -302,6 +304,15 @@ def test_accepted_and_rejected_tokens_spell_what_the_draft_proposed(batch_size, 
                 assert record.rejected[0] != id
                 num_corrected += 1
     assert num_corrected > 4
+
+
+def test_a_prompts_error_has_its_row_and_the_reason_apart(folder_of):
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    with pytest.raises(PromptError) as caught:
+        rows_of(model, [[1], [1, 10**6]], max_new_tokens=2)
+    reason = f"holds token id 1000000, outside the vocabulary of {model.config.vocab_size}"
+    assert (caught.value.row, caught.value.reason) == (1, reason)
+    assert str(caught.value) == f"prompt 1 {reason}"
 
 
 def test_the_recorded_p_is_that_of_the_processed_logits(folder_of):
@@ -496,7 +507,10 @@ def test_logits_that_are_not_finite_are_named(folder_of, monkeypatch, lag):
     """Also when the host learns of it late: the steps in between must not embed the token that is
     none."""
     monkeypatch.setattr(
-        timing.Readback, "lag", property(lambda self: lag, lambda self, value: None), raising=False
+        timing.Readback,
+        "host_lag",
+        property(lambda self: lag, lambda self, value: None),
+        raising=False,
     )
     model = load_model(folder_of("llama-3"), dtype=torch.float32)
     model.norm.weight[3] = torch.nan

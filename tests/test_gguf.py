@@ -400,7 +400,7 @@ def test_asked_for_it_is_quantized_again(tmp_path):
     )
     model = load_model(file, quantize="int8", pack=False)
     assert [linear.scheme for linear in quantized_linears(model)] == ["int8"] * 12 + ["q8_0"]
-    model = load_model(file, quantize="q4_1", head="int8", pack=False)
+    model = load_model(file, quantize="q4_1", head_scheme="int8", pack=False)
     assert [linear.scheme for linear in quantized_linears(model)] == ["q4_1"] * 12 + ["int8"]
     same_as = load_model(file, pack=False)
     assert torch.equal(model.layers[0].ffn.down.codes, same_as.layers[0].ffn.down.codes)
@@ -468,9 +468,9 @@ def test_pieces_of_two_ranks_are_slices(tmp_path):
     for rank in range(2):
         ranks = Ranks(rank, 2)
         model = models.empty_model(
-            config, torch.float32, form.scheme, form.head, ranks, form.overrides
+            config, torch.float32, form.scheme, form.head_scheme, ranks, form.overrides
         )
-        models.fill(
+        models.load_parameters(
             models.allocate(model, "cpu"), [n for n, _ in model.named_parameters()], read, ranks
         )
         for name, linear in named_linears(model):

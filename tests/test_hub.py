@@ -327,12 +327,10 @@ def test_every_program_takes_a_name(monkeypatch):
 
 
 def test_a_server_is_called_after_the_repository(tmp_path):
-    from loading.hub import model_name
-
     snapshot = tmp_path / "models--tiny--demo" / "snapshots" / COMMIT
     shutil.copytree(DEMO, snapshot)
     assert (
-        model_name(snapshot) == "demo"
-        and model_name("checkpoints/demo") == "demo"
-        and model_name(DEMO) == "demo"
+        serve.model_name(snapshot) == "demo"
+        and serve.model_name("checkpoints/demo") == "demo"
+        and serve.model_name(DEMO) == "demo"
     )

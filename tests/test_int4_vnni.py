@@ -132,7 +132,7 @@ def test_a_row_of_nan_or_infinity_is_not_finite_alone():
 def decode(compile: bool) -> None:
     """Greedy texts of three prompts: alone, in a batch, drafted."""
     model = pack_model(
-        load_model(ROOT / "checkpoints" / "demo", quantize="int4-g32", head="int4-g32")
+        load_model(ROOT / "checkpoints" / "demo", quantize="int4-g32", head_scheme="int4-g32")
     )
     assert batch_invariant_rows(model) > 1000
     prompts = [[1, 9, 40, 7], [1, 300, 22, 300, 22], [1, 77]]

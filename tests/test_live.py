@@ -127,7 +127,7 @@ def column_with(text: str) -> Column:
     )
     pieces = re.findall(r"\S+\s*|\s+", text)
     column.answer = SimpleNamespace(
-        row=Prompt("P! "),
+        row=SimpleNamespace(prompt=Prompt("P! ")),
         pieces=pieces,
         ids=pieces,
         is_finished=True,

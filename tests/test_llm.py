@@ -286,6 +286,13 @@ def test_what_cannot_be_answered_is_refused_by_number(llm):
         LLM(DEMO, max_seq_length=1, device="cpu")
 
 
+def test_without_a_number_an_answer_takes_the_room_there_is(llm):
+    """Up to 200 tokens, and never none."""
+    context = llm.engine.max_seq_length
+    for num_ids, expected in ((3, 200), (context - 200, 200), (context - 7, 7), (context - 1, 1)):
+        assert llm.answer([5] * num_ids).request_args["max_new_tokens"] == expected
+
+
 def test_an_answer_never_loses_its_processor():
     """Not to an answer that was asked for in between, without one."""
     llm = LLM(DEMO, device="cpu")

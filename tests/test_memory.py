@@ -14,7 +14,7 @@ import cli.opening
 from cli.flags import parse_args
 from cli.main import run
 from cli.memory import check_memory, session_bytes
-from cli.opening import Demand, open_llm
+from cli.opening import Workload, open_llm
 from cli.prompts import Prompt
 from tp import ALONE
 
@@ -109,7 +109,7 @@ def test_a_session_that_cannot_fit_ends_before_weights_are_read(free, monkeypatc
     ), err
     free(needed(flags(), 4, 512) - 1)
     with pytest.raises(ValueError, match="GB of memory are free"):
-        open_llm(flags("--batch_size", 4), Demand(num_slots=4), CPU)
+        open_llm(flags("--batch_size", 4), Workload(num_slots=4), CPU)
 
 
 @pytest.mark.parametrize("num_answered, num_rows", [(0, 3), (4, 2), (5, 1), (6, 1)])
@@ -123,7 +123,7 @@ def test_memory_is_needed_for_rows_that_are_open(num_answered, num_rows, monkeyp
     answered = dict.fromkeys(range(num_answered))
     with pytest.raises(ValueError, match=f"^{num_rows} rows"):
         args = flags("--batch_size", 3, "--num_samples", 2)
-        open_llm(args, Demand([Prompt("a")] * 3, answered=answered), CPU)
+        open_llm(args, Workload([Prompt("a")] * 3, answered=answered), CPU)
 
 
 def test_an_automatic_batch_is_not_refused_beyond_one_row(free, tmp_path, capsys):

@@ -25,18 +25,18 @@ import torch
 from conftest import BASE, FAMILIES, ROOT, forked
 
 import cli.chat as chat_room
-import cli.opening as opening_room
 import decoding.scheduler as scheduler
 from cli.answers import RowAnswer
-from cli.errors import cpu_share, ending_plainly
+from cli.errors import cpu_share, exit_on_error
 from cli.flags import parse_args
 from cli.main import main
 from cli.main import run as run_args
 from cli.opening import load_models
-from cli.prompts import Prompt, read_prompts
+from cli.prompts import Prompt, Row, read_prompts
 from cli.report import attended_bytes, bytes_read, position_bytes, weight_bytes
 from decoding.engine import Engine
 from decoding.sampling import Sampling
+from decoding.settings import DEFAULT_LENGTH
 from decoding.statistics import Timing
 from generate import LLM, generate
 from loading.checkpoint import load_model
@@ -684,7 +684,7 @@ def test_a_closed_pipe_ends_quietly(tmp_path):
 def test_a_character_split_over_tokens_is_printed_whole(text_folder, capfd):
     """Byte tokens of an emoji, fed one by one: nothing until the last, never U+FFFD in between."""
     tokenizer = load_tokenizer(text_folder)
-    row = Prompt("", ids=[], stop=[])
+    row = Row(Prompt(""), [], Sampling(0), 1, seed=0, stop=[])
     answer = RowAnswer(types.SimpleNamespace(tokenizer=tokenizer, stop_ids=()), row, streaming=True)
     answer.request = types.SimpleNamespace(tokens=[], token_records=[], finish_reason=None)
     seen = []
@@ -704,10 +704,10 @@ def test_old_torch_is_refused_plainly(monkeypatch, capsys):
     ):
         monkeypatch.setattr(torch, "__version__", version)
         if fine:
-            with ending_plainly():
+            with exit_on_error():
                 pass
         else:
-            with pytest.raises(SystemExit) as exit, ending_plainly():
+            with pytest.raises(SystemExit) as exit, exit_on_error():
                 pytest.fail("the program ran")
             assert (
                 exit.value.code == 2
@@ -809,19 +809,19 @@ def test_a_chat_on_a_terminal(chat_folder):
     tokenizer = load_tokenizer(chat_folder)
     terminal.wait_for("> ")
     terminal.type("the little dog\n")
-    first = terminal.wait_for(r"\[(\d+) tokens read, (\d+) kept")
+    first = terminal.wait_for(r"\[(\d+) tokens read, (\d+) reused")
     system = {"role": "system", "content": "Be a cat."}
     opening = tokenizer.chat([system, {"role": "user", "content": "the little dog"}])
     assert (int(first[1]), int(first[2])) == (len(opening), 0)
     terminal.wait_for("> ")
     terminal.type("went to play\n")
-    second = terminal.wait_for(r"\[(\d+) tokens read, (\d+) kept")
+    second = terminal.wait_for(r"\[(\d+) tokens read, (\d+) reused")
     assert int(second[2]) >= len(opening) - 1 and int(second[1]) < len(opening) + 40
     terminal.wait_for("> ")
     terminal.type("/reset\n")
     terminal.wait_for("> ")
     terminal.type("the little dog\n")
-    again = terminal.wait_for(r"\[(\d+) tokens read, (\d+) kept")
+    again = terminal.wait_for(r"\[(\d+) tokens read, (\d+) reused")
     assert int(again[1]) + int(again[2]) == len(opening)
     terminal.wait_for("> ")
     terminal.type("\x04")
@@ -891,7 +891,7 @@ def test_chat_equals_the_conversation_without_kept_caches(
         run_args(parse_args(arguments))
         out, err = capsys.readouterr()
         answers.append(out)
-        assert (" 0 kept" not in err.split("kept", 1)[1]) == keep
+        assert (" 0 reused" not in err.split("reused", 1)[1]) == keep
     assert answers[0] == answers[1] and answers[0].strip()
 
 
@@ -925,14 +925,14 @@ def test_an_answer_goes_on_to_the_contexts_end_and_says_why_it_ended(
     monkeypatch.setattr(LLM, "run", remember)
     chat = functools.partial(chatted, capsys, monkeypatch, chat_folder, "the cat\n")
     out, err = chat("--ignore_eos", "--max_seq_length", 300)
-    assert sum(lengths[0]) == 300 and lengths[0][1] > 200 and " kept, length, " in err
-    assert " kept, length, " in chat("--ignore_eos", "--max_new_tokens", 8)[1]
-    assert " kept, stop, " in chat("--ignore_eos", "--max_new_tokens", 40, "--stop", out[5:7])[1]
+    assert sum(lengths[0]) == 300 and lengths[0][1] > 200 and " reused, length, " in err
+    assert " reused, length, " in chat("--ignore_eos", "--max_new_tokens", 8)[1]
+    assert " reused, stop, " in chat("--ignore_eos", "--max_new_tokens", 40, "--stop", out[5:7])[1]
     first = load_tokenizer(chat_folder).encode(out[:40])[1:]
     (chat_folder / "generation_config.json").write_text(
         json.dumps({"eos_token_id": list(range(384))[:60] + first[:4]})
     )
-    assert " kept, stop, " in chat("--max_new_tokens", 100)[1]
+    assert " reused, stop, " in chat("--max_new_tokens", 100)[1]
 
 
 def test_a_chats_lines_may_end_as_in_windows(chat_folder, capsys, monkeypatch):
@@ -971,7 +971,7 @@ def test_a_full_context_drops_its_oldest_turns(chat_folder, capsys, monkeypatch)
 def test_a_conversation_that_just_fits_drops_no_turn(chat_folder, capsys, monkeypatch):
     options = ("--max_new_tokens", 12, "--ignore_eos")
     expected, err = chatted(capsys, monkeypatch, chat_folder, "the cat\na dog\n", *options)
-    num_read, num_kept = re.findall(r"(\d+) tokens read, (\d+) kept", err)[-1]
+    num_read, num_kept = re.findall(r"(\d+) tokens read, (\d+) reused", err)[-1]
     length = int(num_read) + int(num_kept) + 12
     for limit, num_drops in ((length, 0), (length - 1, 1)):
         out, err = chatted(
@@ -1050,14 +1050,14 @@ def test_a_terminal_takes_long_lines_edits_and_pastes(chat_folder):
     terminal.wait_for("> ")
     # a terminal pastes the ends of lines as \\r
     terminal.type("\x1b[200~the cat\ra dog\x1b[201~\n")
-    first = terminal.wait_for(r"\[(\d+) tokens read, (\d+) kept")
+    first = terminal.wait_for(r"\[(\d+) tokens read, (\d+) reused")
     pasted = tokenizer.chat([{"role": "user", "content": "the cat\na dog"}])
     assert int(first[1]) + int(first[2]) == len(pasted)
     terminal.wait_for("> ")
     terminal.type("/reset\n")
     terminal.wait_for("> ")
     terminal.type("a doz\x7fg\n")  # an error that is rubbed out
-    again = terminal.wait_for(r"\[(\d+) tokens read, (\d+) kept")
+    again = terminal.wait_for(r"\[(\d+) tokens read, (\d+) reused")
     assert int(again[1]) + int(again[2]) == len(
         tokenizer.chat([{"role": "user", "content": "a dog"}])
     )
@@ -1071,7 +1071,7 @@ def test_a_report_without_a_terminal_or_a_draft(chat_folder, capsys, monkeypatch
         capsys, monkeypatch, chat_folder, "the cat\n", "--max_new_tokens", 4, "--ignore_eos"
     )
     assert re.search(
-        r"^(?:> )?\[\d+ tokens read, 0 kept, length, [\d.]+ tok/s\]$",
+        r"^(?:> )?\[\d+ tokens read, 0 reused, length, [\d.]+ tok/s\]$",
         err,
         re.MULTILINE,
     )
@@ -1089,7 +1089,7 @@ def test_a_line_may_continue_in_the_next(chat_folder, capsys, monkeypatch):
     messages = [{"role": "user", "content": "the cat\na dog"}]
     length = len(load_tokenizer(chat_folder).chat(messages))
     _, err = chatted(capsys, monkeypatch, chat_folder, "the cat\\\na dog\n", "--max_new_tokens", 4)
-    assert f"[{length} tokens read, 0 kept" in err
+    assert f"[{length} tokens read, 0 reused" in err
 
 
 def test_the_help_text_knows_a_chats_length(capsys):
@@ -1097,8 +1097,7 @@ def test_the_help_text_knows_a_chats_length(capsys):
         parse_args(["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert (
-        f"of a chat, an open pipe or scripts.serve, the context, at most {opening_room.CHAT_LENGTH}"
-        in text
+        f"of a chat, an open pipe or scripts.serve, the context, at most {DEFAULT_LENGTH}" in text
     )
 
 

@@ -163,7 +163,7 @@ def test_a_host_that_reads_late_ends_longropes_texts():
     expected = [*decode(target, COMMON, sampling=Sampling(0), max_new_tokens=12)]
     for budget in (8, 9, 12):
         engine = Engine(target, 2, 96)
-        engine.readback.lag = 2
+        engine.readback.host_lag = 2
         engine.chunk = 16
         id = engine.add_request(COMMON, sampling=Sampling(0), max_new_tokens=budget)
         engine.add_request([5, 6, 7], sampling=Sampling(0), max_new_tokens=80)
@@ -347,7 +347,7 @@ def test_a_resumed_run_is_a_fresh_one(kind, temperature, ran, text_folder, tmp_p
     # the last may be another with more behind it
     same = n - (fresh["prompt_tokens"][:n] != first["prompt_tokens"])
     assert resumed["tokens"] == fresh["tokens"] and resumed["cached_tokens"] == same > 15
-    assert f"{same} of {len(fresh['prompt_tokens'])} tokens kept" in err
+    assert f"{same} of {len(fresh['prompt_tokens'])} tokens reused" in err
     if kind != "plain":
         assert (
             resumed["speculative"]["accepted_by_position"]
@@ -406,7 +406,7 @@ def test_lines_that_begin_alike_compute_that_once_for_all_batches(ran, tmp_path)
             a["tokens"] for a in found
         ] == [a["tokens"][:1] for a in alone]
         kept_tokens = sum(a["cached_tokens"] for a in found)
-        assert f"{kept_tokens} of {sum(map(len, prompts))} tokens kept" in err
+        assert f"{kept_tokens} of {sum(map(len, prompts))} tokens reused" in err
     assert len(load_file(file)["ids"]) == common, "of several prompts what all have in common"
     found, _ = ran("--prompt_file", lines, "--batch_size", 2, "--prompt_cache", file)
     assert [a["tokens"] for a in found] == [a["tokens"] for a in alone] and found[0][
@@ -543,7 +543,7 @@ def test_a_chat_goes_into_the_file(draft, text_folder, tmp_path, capsys, monkeyp
         said.append(capsys.readouterr())
     assert said[0].out == said[1].out == said[2].out and said[0].out.strip()
     reads = [
-        [int(n) for n in re.findall(r"(\d+) tokens read, (\d+) kept", err)[0]] for _, err in said
+        [int(n) for n in re.findall(r"(\d+) tokens read, (\d+) reused", err)[0]] for _, err in said
     ]
     assert reads[0][1] == reads[1][1] == 0 and reads[2][0] == 1 and sum(reads[2]) == reads[0][0]
     assert len(load_file(file)["ids"]) > reads[0][0] + 10

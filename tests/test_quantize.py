@@ -426,7 +426,7 @@ def test_a_processor_that_adds_exactly_is_found_to():
             torch.full((32, 64), 127, dtype=torch.int8),
             torch.full((1, 64), 255, dtype=torch.uint8),
         )
-        wrong = cpu.PackedInt8(codes, torch.ones(32)).multiply(x) != 127 * 127 * 64
+        wrong = cpu.PackedInt8(codes, torch.ones(32)).run_kernel(x) != 127 * 127 * 64
         assert wrong.any(), "products that are exact are not taken"
 
 
@@ -518,7 +518,7 @@ def test_quantized_on_the_way_in_from_disk_and_in_memory_agree(scheme, head, wid
     """Bit for bit: loading with a scheme, quantizing a loaded model, and loading what was
     stored."""
     on_the_way = load_model(
-        wide_folder, dtype=torch.float32, quantize=scheme, head=head, pack=False
+        wide_folder, dtype=torch.float32, quantize=scheme, head_scheme=head, pack=False
     )
     in_memory = quantize_model(load_model(wide_folder, dtype=torch.float32), scheme, head)
     hf = json.loads((wide_folder / "config.json").read_text()) | {
@@ -552,7 +552,7 @@ def test_a_head_alone_is_refused_not_ignored(head, wide_folder):
         with pytest.raises(
             ValueError, match=rf"head {head} \(--quantize_head\) needs .*--quantize"
         ):
-            build(wide_folder, head=head)
+            build(wide_folder, head_scheme=head)
 
 
 @pytest.mark.parametrize(
@@ -592,7 +592,7 @@ def test_int4_brings_an_int8_head(flags, scheme, tmp_path):
 def test_a_tied_head_is_quantized_once(folder_of):
     """One copy serves lookup and logits; float32 logits are those of the dequantized table."""
     folder = folder_of("qwen2")
-    model = load_model(folder, dtype=torch.float32, quantize="int8", head="int8", pack=False)
+    model = load_model(folder, dtype=torch.float32, quantize="int8", head_scheme="int8", pack=False)
     codes = [p for _, p in model.named_parameters() if p.shape == (131, 64)]
     assert len(codes) == 1 and not hasattr(model.embed, "weight")
     table = model.lm_head.dequantized(torch.float32)
@@ -634,7 +634,7 @@ def test_drafting_with_the_quantized_self(scheme, head, folder_of):
     new."""
     folder = folder_of("llama-3")
     target = load_model(
-        folder, dtype=torch.float32, quantize="int8" if head else None, head=head, pack=False
+        folder, dtype=torch.float32, quantize="int8" if head else None, head_scheme=head, pack=False
     )
     draft = quantized_copy(target, scheme)
     pos = torch.arange(9)
@@ -864,7 +864,7 @@ def test_a_folder_written_layer_by_layer_is_what_loading_would_make(text_folder,
     )
     assert done.returncode == 0 and "; other programs refuse it" in done.stderr, done.stderr
     stored = load_model(tmp_path / "q", dtype=torch.float32, pack=False)
-    options = {"quantize": "int4-g32", "head": "int8" if head else None, "pack": False}
+    options = {"quantize": "int4-g32", "head_scheme": "int8" if head else None, "pack": False}
     way = load_model(text_folder, dtype=torch.float32, **options)
     names = [name for name, _ in stored.named_parameters()]
     assert names == [name for name, _ in way.named_parameters()]
@@ -1179,7 +1179,7 @@ def test_perplexity_compares_models_of_the_same_tokens_alone(text_folder, tmp_pa
 def test_a_tied_head_keeps_the_rows_that_are_looked_up(folder_of, scheme, monkeypatch):
     """However it was quantized: else every token would unpack the whole vocabulary."""
     monkeypatch.setattr(cpu, "LARGE_BYTES", 0)
-    model = quantize_model(load_model(folder_of("llama-3.2")), scheme, head=scheme)
+    model = quantize_model(load_model(folder_of("llama-3.2")), scheme, head_scheme=scheme)
     tokens = torch.tensor([[3, 130, 7]])
     want = model.embed(tokens)
     pack_model(model)

@@ -509,10 +509,10 @@ def test_pieces_of_two_ranks_are_slices(name, written):
     for rank in range(2):
         ranks = Ranks(rank, 2)
         model = models.empty_model(
-            config, torch.float32, form.scheme, form.head, ranks, form.overrides
+            config, torch.float32, form.scheme, form.head_scheme, ranks, form.overrides
         )
         model = models.allocate(model, "cpu")
-        models.fill(model, [n for n, _ in model.named_parameters()], read, ranks)
+        models.load_parameters(model, [n for n, _ in model.named_parameters()], read, ranks)
         for (n, ours), linear in linears(model).items():
             sources = [weights[f"model.layers.{n}.{source}"] for source in FUSED[ours]]
             want = torch.cat(
@@ -522,9 +522,9 @@ def test_pieces_of_two_ranks_are_slices(name, written):
                 ]
             )
             assert torch.equal(dequantize_tensor(linear.parts(), form.scheme), want), ours
-        if form.head:
+        if form.head_scheme:
             assert torch.equal(
-                dequantize_tensor(model.lm_head.parts(), form.head),
+                dequantize_tensor(model.lm_head.parts(), form.head_scheme),
                 weights["lm_head"].chunk(2)[rank],
             )
 
@@ -592,7 +592,7 @@ def test_with_matrices_that_are_quantized_again_a_plain_head_may_be_quantized(tm
     scheme, config, pack, drawn = INEXACT["gptq act-order"]
     build(tmp_path, config, pack, **drawn)
     for head in (None, "int8"):
-        model = load_model(tmp_path, dtype=torch.float32, head=head)
+        model = load_model(tmp_path, dtype=torch.float32, head_scheme=head)
         assert (
             linears(model)[0, "ffn.down"].scheme == scheme
             and getattr(model.lm_head, "scheme", None) == head
@@ -913,7 +913,7 @@ def test_such_a_folder_is_not_quantized_to_something_else(folder, tmp_path, caps
     ):
         load_model(folder, quantize="int8")
     with pytest.raises(ValueError, match="its head is stored in full precision, not in int8"):
-        load_model(folder, head="int8")
+        load_model(folder, head_scheme="int8")
     with pytest.raises(SystemExit):
         quantize_command.main(
             ["--checkpoint", str(folder), "--scheme", "int8", "--output", str(tmp_path / "out")]
@@ -994,7 +994,9 @@ def test_eight_bits_are_written_as_compressed_tensors_are(scheme, kind, head, fu
         torch.int8 if kind == "int" else torch.float8_e4m3fn
     ) and scale.shape == (F, 1)
     got = load_model(folder, dtype=torch.float32)
-    want = load_model(full, dtype=torch.float32, quantize=scheme, head=scheme if head else None)
+    want = load_model(
+        full, dtype=torch.float32, quantize=scheme, head_scheme=scheme if head else None
+    )
     (names, ours), (others, theirs) = (zip(*model.named_parameters()) for model in (got, want))
     assert names == others and all(map(torch.equal, map(as_bits, ours), map(as_bits, theirs)))
     assert checkpoint.Checkpoint(folder).stored_scheme == scheme

@@ -88,8 +88,8 @@ def test_the_example_of_the_essay():
         return x
 
     split = RowSplit((12, 16, 32, 128), splits_larger=True, is_exact=True)
-    assert len(split.multiply(product, torch.zeros(6, 1))) == 6 and sizes == [12]
-    assert len(split.multiply(product, torch.zeros(300, 1))) == 300 and sizes[1:] == [128, 128, 128]
+    assert len(split.run(product, torch.zeros(6, 1))) == 6 and sizes == [12]
+    assert len(split.run(product, torch.zeros(300, 1))) == 300 and sizes[1:] == [128, 128, 128]
     assert round_up_length(701, 32) == 704
 
 
@@ -232,12 +232,12 @@ def test_parts_and_padding_give_each_row_what_it_gets_alone(row_counts):
     alone = product(x)
     for M in range(1, len(x) + 1):
         sizes.clear()
-        y = RowSplit(row_counts, splits_larger=True).multiply(product, x[:M])
+        y = RowSplit(row_counts, splits_larger=True).run(product, x[:M])
         assert y.shape == (M, 1) and torch.equal(y.nan_to_num(-1), alone[:M].nan_to_num(-1))
         assert set(sizes) <= set(row_counts) and len(sizes) == math.ceil(M / row_counts[-1])
     sizes.clear()
-    RowSplit(row_counts).multiply(product, x)
-    RowSplit().multiply(product, x[:3])
+    RowSplit(row_counts).run(product, x)
+    RowSplit().run(product, x[:3])
     assert sizes == [len(x), 3], "cut although there were too many rows, or no row_counts"
 
 

@@ -895,7 +895,10 @@ def test_turns_keep_both_caches(margins):
                 target, [second], drafter=other, speculate_k=3, timing=fresh, max_new_tokens=20
             )
             same = [
-                [token._replace(overlap=round(token.overlap, 3)) for token in t.tokens[0]]
+                [
+                    token._replace(overlap=round(token.overlap, 3))
+                    for token in t.requests[0].token_records
+                ]
                 for t in (timing, fresh)
             ]
             assert same[0] == same[1] and timing.prompt_tokens == 4
@@ -1080,6 +1083,25 @@ def test_draft_length_leaves_and_comes_back():
         0,
         1,
     ]
+
+
+@pytest.mark.parametrize("verification", ["block", "token"])
+def test_the_engines_option_decides_how_sampled_tokens_are_verified(
+    margins, verification, monkeypatch
+):
+    target, draft, _ = margins
+    blocks = set()
+
+    def spy(*args, block, **options):
+        blocks.add(block)
+        return accept(*args, block=block, **options)
+
+    monkeypatch.setattr(speculative, "accept", spy)
+    engine = Engine(
+        target, 1, 60, drafter=ModelDraft(draft), speculate_k=3, verification=verification
+    )
+    rows_of(target, PROMPTS[:1], engine=engine, sampling=Sampling(1), max_new_tokens=12)
+    assert blocks == {verification == "block"}
 
 
 def test_theory_against_simulation_and_sums():

@@ -208,7 +208,7 @@ def test_a_chat_keeps_both_caches(text_folder, draft_folder, capsys, monkeypatch
         run_args(parse_args([str(part) for part in common + options]))
         out, err = capsys.readouterr()
         answers.append(out)
-        assert (" 0 kept" not in err.split("kept", 1)[1]) and ("tokens a round" in err) == bool(
+        assert (" 0 reused" not in err.split("reused", 1)[1]) and ("tokens a round" in err) == bool(
             options
         )
     assert answers[0] == answers[1] == answers[2] and answers[0].strip()

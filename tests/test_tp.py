@@ -87,7 +87,7 @@ def part_of(folder, rank: int, world: int, scheme: str | None = None, head: str 
     read = files.tensor_reader(checkpoint.Checkpoint(folder).model_tensors)
     for name, parameter in model.named_parameters():
         parameter.view(torch.uint8).fill_(255)  # so that what is not filled in shows
-        models.fill(model, [name], read, ranks)
+        models.load_parameters(model, [name], read, ranks)
     return model
 
 
@@ -170,7 +170,9 @@ def test_parts_join_to_every_tensor_of_every_format(scheme, world, wide, tmp_pat
         "quantization": {"scheme": scheme, "head": scheme}
     }
     save_model(
-        load_model(wide["untied"], dtype=torch.float32, quantize=scheme, head=scheme, pack=False),
+        load_model(
+            wide["untied"], dtype=torch.float32, quantize=scheme, head_scheme=scheme, pack=False
+        ),
         tmp_path / "q",
         hf,
     )
@@ -389,7 +391,7 @@ def test_a_forks_format_is_the_same_on_ranks(scheme, wide, tmp_path, monkeypatch
     has: from a folder in full precision, from a quantized one, and of a Linear in memory."""
     monkeypatch.setitem(FORMATS, scheme, FORKS[scheme])
     monkeypatch.setattr(formats, "CHUNK_WEIGHTS", 4096)
-    options = {"dtype": torch.float32, "quantize": scheme, "head": scheme, "pack": False}
+    options = {"dtype": torch.float32, "quantize": scheme, "head_scheme": scheme, "pack": False}
     one = load_model(wide["untied"], **options)
     in_memory = quantize_model(
         load_model(wide["untied"], dtype=torch.float32, pack=False), scheme, scheme
@@ -704,7 +706,10 @@ def test_plan_agrees_with_published_bytes(shape, world, scheme):
     Llama-2 runs on several GPUs counted the embedding as read. Within 1 %: its one-GPU run of 7B
     also counts the cache."""
     config = checkpoint.read_config(ROOT / "benchmarks" / "shapes" / f"{shape}.json")
-    part, whole = plan(config, world, scheme=scheme), plan(config, 1, scheme=scheme, head=scheme)
+    part, whole = (
+        plan(config, world, scheme=scheme),
+        plan(config, 1, scheme=scheme, head_scheme=scheme),
+    )
     embedding = whole["embedding"] if "llama-2" in shape and world > 1 else 0
     tokens_s, gb_s = GPT_FAST[shape, world, scheme]
     assert part["blocks"] + whole["head"] + embedding == pytest.approx(
@@ -776,7 +781,7 @@ def plans(capsys, path, *flags: str) -> list[dict]:
 @pytest.mark.parametrize("scheme, head", [("int8", None), ("int4-g32", "int8")])
 def test_plan_of_what_is_quantized_already(scheme, head, wide, tmp_path, capsys):
     """Of a folder and of its config.json alone: the bytes that loading holds."""
-    model = load_model(wide["untied"], quantize=scheme, head=head, pack=False)
+    model = load_model(wide["untied"], quantize=scheme, head_scheme=head, pack=False)
     save_model(model, tmp_path / "q", json.loads((wide["untied"] / "config.json").read_text()))
     parts = [part_of(tmp_path / "q", 0, world, scheme, head) for world in (1, 2)]
     sizes = [sum(parameter.nbytes for parameter in part.parameters()) for part in parts]

@@ -112,7 +112,7 @@ def run_case(case: dict, ranks: Ranks = ALONE) -> dict:
         FORMATS[case["quantize"]] = FORKS[case["quantize"]]
     options = {
         "quantize": case.get("quantize"),
-        "head": case.get("head"),
+        "head_scheme": case.get("head"),
         "tp": ranks,
         "pack": False,
     }

@@ -9,8 +9,8 @@
 
 A plain Linear rearranges its weights inside every product, which costs as much as reading them
 (benchmarks/NOTES.md). torch.compile cannot trace a tensor in oneDNN's opaque layout, so compiled
-code holds its number, the `handle`, and multiplies through one operator. exact/products.py decides
-how many rows such a product takes at once.
+code holds its number, the `handle`, and runs the kernel through one operator. exact/products.py
+decides how many rows such a product takes at once.
 
 With AMX the plain layout is best. An AMX tile has 16 rows, so with x on the left a batch of a few
 rows leaves most of the tile as padding. Two virtual CPUs of a cloud machine are usually two threads
@@ -40,12 +40,31 @@ LIBRARY.define(
 
 @torch.library.impl(LIBRARY, "packed_product", "CPU")
 def _packed_product(x: Tensor, handle: Tensor, out_features: int, dtype: torch.dtype) -> Tensor:
-    return module_of(handle).multiply(x.contiguous())  # Inductor chooses strides
+    return module_of(handle).run_kernel(x.contiguous())  # Inductor chooses strides
 
 
 @torch.library.register_fake("quickdraft::packed_product")
 def _shape_of_product(x: Tensor, handle: Tensor, out_features: int, dtype: torch.dtype) -> Tensor:
     return x.new_empty(x.size(0), out_features, dtype=dtype)
+
+
+LIBRARY.define("transposed_product(Tensor x, Tensor weight) -> Tensor")
+
+
+@torch.library.impl(LIBRARY, "transposed_product", "CPU")
+def transposed_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x (M, in), weight (out, in) -> (M, out)"""
+    if len(x) == 1:
+        return torch.mv(weight, x[0])[None]  # (in,) -> (1, out)
+    if len(x) <= TILE_ROWS:
+        # (out, in) (in, M) -> (out, M) -> (M, out), laid out as the operator says
+        return torch.mm(weight, x.t()).t().contiguous()
+    return F.linear(x, weight)
+
+
+@torch.library.register_fake("quickdraft::transposed_product")
+def _shape_of_transposed_product(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.size(0), weight.size(0))
 
 
 # ----------------------------------------------------------------------------------------- oneDNN
@@ -54,7 +73,9 @@ def _shape_of_product(x: Tensor, handle: Tensor, out_features: int, dtype: torch
 class PackedWeights(nn.Module):
     """Weights (out, in), bfloat16, float16 or float32, in oneDNN's layout for products with few
     rows. They stay on the CPU and are never unpacked. `row_split` says in which numbers of rows
-    they multiply."""
+    `kernel` runs."""
+
+    pads = True  # does a batch of a few rows cost as much as a full tile?
 
     def __init__(self, weight: Tensor):
         super().__init__()
@@ -66,7 +87,7 @@ class PackedWeights(nn.Module):
 
     @classmethod
     def find_row_split(cls, weight: Tensor) -> RowSplit:
-        is_large = weight.nbytes >= LARGE_BYTES
+        is_large = cls.pads and weight.nbytes >= LARGE_BYTES
         threads = torch.get_num_threads()
         return find_packed_split(cls.kernel_on_ones, *weight.shape, weight.dtype, is_large, threads)
 
@@ -90,23 +111,22 @@ class PackedWeights(nn.Module):
         """The kernel alone, on x (M, in)."""
         return torch.ops.mkldnn._linear_pointwise(x, self.data, None, "none", [], "")
 
-    def multiply(self, x: Tensor) -> Tensor:
-        """`forward` in eager code."""
-        return self.row_split.multiply(self.kernel, x)
+    def traced_kernel(self, x: Tensor) -> Tensor:
+        """`kernel` for compiled code, which cannot trace oneDNN's layout."""
+        return torch.ops.quickdraft.packed_product(x, self.handle, self.out_features, self.dtype)
+
+    def run_kernel(self, x: Tensor) -> Tensor:
+        """`kernel` in the numbers of rows of `row_split`."""
+        return self.row_split.run(self.kernel, x)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (M, in) -> (M, out) of `dtype`."""
         if not torch.compiler.is_compiling():
-            return self.multiply(x)
-
-        def product(x: Tensor) -> Tensor:
-            return torch.ops.quickdraft.packed_product(
-                x, self.handle, self.out_features, self.dtype
-            )
+            return self.run_kernel(x)
 
         if is_small_batch(x.size(0), self.row_split.row_counts[-1]):
-            return self.row_split.multiply(product, x)
-        return product(x)
+            return self.row_split.run(self.traced_kernel, x)
+        return self.traced_kernel(x)
 
     @staticmethod
     def is_faster(weight: Tensor) -> bool:
@@ -134,21 +154,14 @@ class PlainWeights(PackedWeights):
 class TransposedWeights(PlainWeights):
     """Weights as they are, on the left of the product: y^T = W x^T."""
 
-    @classmethod
-    def find_row_split(cls, weight: Tensor) -> RowSplit:
-        # This product pads nothing, so one row may be the best split for weights of any size.
-        threads = torch.get_num_threads()
-        return find_packed_split(
-            cls.kernel_on_ones, *weight.shape, weight.dtype, is_large=False, threads=threads
-        )
+    pads = False  # so one row may be the best split for weights of any size
 
     def kernel(self, x: Tensor) -> Tensor:
-        if len(x) == 1:
-            return torch.mv(self.data, x[0])[None]  # (in,) -> (1, out)
-        if len(x) <= TILE_ROWS:
-            # (out, in) (in, M) -> (out, M) -> (M, out), laid out as the operator says
-            return torch.mm(self.data, x.t()).t().contiguous()
-        return super().kernel(x)
+        return transposed_product(x, self.data)
+
+    def traced_kernel(self, x: Tensor) -> Tensor:
+        """`kernel` without the detour over the handle, which takes 20 µs a product."""
+        return torch.ops.quickdraft.transposed_product(x, self.data)
 
 
 def has_tiles() -> bool:
@@ -221,6 +234,9 @@ class TransposedInt8(PackedInt8):
         sums = torch._int_mm(self.data, digits.t())  # (out, in) (in, M) -> (out, M)
         return sums.t().contiguous().float() * self.scale  # (M, out)
 
+    def traced_kernel(self, x: Tensor) -> Tensor:
+        return self.kernel(x)
+
 
 def prepack_int8(codes: Tensor, scale: Tensor) -> PackedInt8:
     """int8 codes (out, in), in the form that this processor reads fastest."""
@@ -236,7 +252,7 @@ def sums_exactly() -> bool:
     expected = torch.full((1, 32), float(127 * 127 * n))
     try:
         packed = prepack_int8(torch.full((32, n), 127, dtype=torch.int8), torch.ones(32))
-        return torch.equal(packed.multiply(torch.full((1, n), 255, dtype=torch.uint8)), expected)
+        return torch.equal(packed.run_kernel(torch.full((1, n), 255, dtype=torch.uint8)), expected)
     except (RuntimeError, AttributeError):  # torch.ops lacks an operator that was not built
         return False
 

@@ -59,7 +59,7 @@ class QuantizedLinear(RowsLinear):
     has_embedding = False  # does an embedding read rows of the stored parts?
     is_packed = False
     expanded_bytes = 0  # bytes that a product reads beyond the size of the stored parts
-    # The numbers of rows in which `kernel` multiplies, for subclasses that have one.
+    # The numbers of rows in which `kernel` runs, for subclasses that have one.
     row_split = RowSplit()
 
     def __init__(
@@ -122,7 +122,7 @@ class QuantizedLinear(RowsLinear):
             weight = linear.dequantized(torch.float32) if is_quantized else linear.weight.detach()
             parts = quantize_tensor(weight, scheme)
         quantized = cls.empty_like(linear, scheme)
-        quantized.fill(slice(None), parts)
+        quantized.copy_parts(slice(None), parts)
         if linear.bias is not None:
             quantized.bias.copy_(linear.bias)
         return quantized
@@ -132,7 +132,7 @@ class QuantizedLinear(RowsLinear):
         return {name: getattr(self, name) for name in self.format.shapes(1, self.in_features)}
 
     @torch.no_grad()
-    def fill(self, rows: slice, parts: dict[str, Tensor]) -> None:
+    def copy_parts(self, rows: slice, parts: dict[str, Tensor]) -> None:
         """Copy the parts of these rows into the parameters."""
         for name, part in parts.items():
             getattr(self, name)[rows] = part
@@ -147,7 +147,7 @@ class QuantizedLinear(RowsLinear):
         if sizes[dim] % (world * group):
             raise ValueError(
                 f"{sizes[dim]} cannot be divided into {world} shards of full groups of {group}"
-                f" ({self.scheme})"
+                f" ({self.scheme}); use fewer ranks, or a scheme with smaller groups"
             )
         sizes[dim] //= world
         has_bias = self.bias is not None and (dim == 0 or rank == 0)
@@ -156,7 +156,8 @@ class QuantizedLinear(RowsLinear):
         for name, target in sharded.named_parameters():
             part = getattr(self, name)
             is_full = part.shape[dim : dim + 1] == target.shape[dim : dim + 1]  # a row's scale too
-            sharded.fill(slice(None), {name: part if is_full else part.chunk(world, dim)[rank]})
+            part = part if is_full else part.chunk(world, dim)[rank]
+            sharded.copy_parts(slice(None), {name: part})
         return sharded
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
@@ -199,16 +200,16 @@ class QuantizedLinear(RowsLinear):
             self.register_parameter(name, nn.Parameter(getattr(self, name).to("meta"), False))
 
     def use_kernel(self, row_split: RowSplit, kernel_outputs: int) -> None:
-        """Let `multiply` run `kernel` on a CPU."""
+        """Let `run_kernel` run `kernel` on a CPU."""
         self.row_split = row_split
         self.kernel_outputs = kernel_outputs
         self.register_buffer("handle", register_handle(self), persistent=False)
 
-    def multiply(self, x: Tensor) -> Tensor:
-        """x (M, in) -> (M, kernel_outputs) by `kernel`."""
+    def run_kernel(self, x: Tensor) -> Tensor:
+        """x (M, in) -> (M, kernel_outputs) by `kernel`, in the numbers of rows of `row_split`."""
         max_rows = max(self.row_split.row_counts, default=0)
         if is_small_batch(x.size(0), max_rows) or not torch.compiler.is_compiling():
-            return self.row_split.multiply(self.kernel, x)
+            return self.row_split.run(self.kernel, x)
         return torch.ops.quickdraft.packed_product(x, self.handle, self.kernel_outputs, x.dtype)
 
     def product(self, x: Tensor) -> Tensor:
@@ -257,7 +258,8 @@ class Int8Linear(QuantizedLinear):
     def prepack(self):
         on_cpu = self.codes.device.type == "cpu"
         if PackedInt8.is_faster(self.codes):
-            self.packed = cpu.prepack_int8(self.codes, self.scale)
+            # Detached: a parameter of the packed module would be counted twice.
+            self.packed = cpu.prepack_int8(self.codes.detach(), self.scale.detach())
             self.free("codes")
         elif on_cpu and self.in_features % KERNEL_LANES:
             super().prepack()
@@ -279,7 +281,7 @@ class Int8Linear(QuantizedLinear):
         if not self.is_packed or self.packed is not None or is_fused(x):
             return super().product(x)
         if x.device.type == "cpu":
-            return self.multiply(x.to(self.kernel_scale.dtype)).to(x.dtype)
+            return self.run_kernel(x.to(self.kernel_scale.dtype)).to(x.dtype)
         if x.dtype == torch.float16:
             return F.linear(x, (self.codes * self.kernel_scale[:, None]).to(x.dtype))
         return F.linear(x, self.codes.to(x.dtype)) * self.kernel_scale
@@ -344,7 +346,7 @@ class Int4Linear(QuantizedLinear):
         fits = on_cpu or (is_small_batch(x.size(0), MAX_KERNEL_ROWS) and x.dtype == torch.bfloat16)
         if self.operator is None or not fits:
             return super().product(x)
-        y = self.multiply(x) if on_cpu else self.kernel(x)  # (M, kernel_outputs)
+        y = self.run_kernel(x) if on_cpu else self.kernel(x)  # (M, kernel_outputs)
         return y[:, : self.out_features]
 
     def kernel(self, x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 SCHEMES, STORED_SCHEMES     those to choose from, and those of other programs' files alone
 check_scheme                ValueError for a name that is neither
 check_head                  ValueError for a head in a scheme without one of the others
-head_scheme                 --quantize_head -> the head's scheme
+choose_head_scheme          --quantize_head -> the head's scheme
 """
 
 from collections.abc import Collection
@@ -36,17 +36,18 @@ def check_scheme(scheme: str, names: Collection[str] = (*SCHEMES, *STORED_SCHEME
         )
 
 
-def check_head(head: str | None, scheme: str | None) -> None:
+def check_head(head_scheme: str | None, scheme: str | None) -> None:
     """ValueError for a head in a scheme where the other matrices have none."""
-    if head and not scheme:
+    if head_scheme and not scheme:
         raise ValueError(
-            f"head {head} (--quantize_head) needs a scheme of the other matrices (--quantize)"
+            f"head {head_scheme} (--quantize_head) needs a scheme of the other matrices"
+            " (--quantize)"
         )
 
 
-def head_scheme(scheme: str | None, head: str | None) -> str | None:
+def choose_head_scheme(scheme: str | None, choice: str | None) -> str | None:
     """The head's scheme for --quantize_head. None leaves the head as stored, as "none" does; "auto"
     takes int8 beside int4, where a head in 16 bits would be a fifth of a step's bytes."""
-    if head == "auto":
+    if choice == "auto":
         return "int8" if scheme is not None and scheme.startswith("int4") else None
-    return None if head == "none" else head
+    return None if choice == "none" else choice

@@ -70,12 +70,14 @@ def pack_quantized(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def quantize_model(model: nn.Module, scheme: str | None, head: str | None = None) -> nn.Module:
-    """Quantize a model in place, one matrix at a time; do not pack it. `head` is lm_head's scheme;
+def quantize_model(
+    model: nn.Module, scheme: str | None, head_scheme: str | None = None
+) -> nn.Module:
+    """Quantize a model in place, one matrix at a time; do not pack it. `head_scheme` is lm_head's;
     None: plain."""
 
     def quantize(name: str, linear: nn.Module) -> QuantizedLinear | None:
-        target_scheme = head if name == "lm_head" else scheme
+        target_scheme = head_scheme if name == "lm_head" else scheme
         return None if target_scheme is None else QuantizedLinear.from_float(linear, target_scheme)
 
     return replace_linears(model, quantize)

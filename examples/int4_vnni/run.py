@@ -6,11 +6,11 @@ if __name__ == "__main__":  # before torch is imported: Ctrl-C is handled from t
 
     prepare()
 
-from cli.errors import ending_plainly
+from cli.errors import exit_on_error
 from cli.main import main
 from examples.int4_vnni.kernel import plug_in
 
 if __name__ == "__main__":
-    with ending_plainly(joins_ranks=True):
+    with exit_on_error(joins_ranks=True):
         plug_in()
     main()

@@ -17,7 +17,7 @@ import time
 import torch
 
 from benchmarks.workers import read_bandwidth
-from cli.errors import ending_plainly
+from cli.errors import exit_on_error
 from cli.flags import positive
 from examples.int4_vnni.kernel import VnniLinear, library
 from weights.linears import Int4Linear, QuantizedLinear
@@ -100,5 +100,5 @@ def compare(
 
 
 if __name__ == "__main__":
-    with ending_plainly():
+    with exit_on_error():
         main()

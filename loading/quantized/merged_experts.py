@@ -77,7 +77,7 @@ def split_experts(tensors: dict[str, object], config: Config) -> dict[str, objec
         layout.down: (("down_proj",), config.dim),
     }
     # Of down, because gate_up is square where D = 2 F, as in Granite 3.0 1B.
-    is_stored_transposed = layout.is_interleaved or any(
+    is_stored_transposed = layout.is_gpt_oss or any(
         name.endswith(layout.down) and stored.get_shape()[-1] != config.expert_dim
         for name, stored in tensors.items()
     )
@@ -95,7 +95,7 @@ def split_experts(tensors: dict[str, object], config: Config) -> dict[str, objec
         for number in range(shape[0]):
             for i, module in enumerate(modules):
                 rows = slice(i * num_rows, (i + 1) * num_rows)
-                if layout.is_interleaved:
+                if layout.is_gpt_oss:
                     rows = slice(i, None, len(modules))
                 expert = StoredExpert(stored, part_name, number, rows, is_transposed)
                 split[f"{layer}mlp.experts.{number}.{module}.{part_name}"] = expert
@@ -130,13 +130,13 @@ def merge_experts(tensors: dict[str, Tensor], layout: MergedExperts) -> dict[str
     for (layer, part_name), tensors_by_module in layers.items():
         stacks = {module: torch.stack(parts) for module, parts in tensors_by_module.items()}
         # (E, I, 2, …) has the rows of gate and up in turn, (E, 2, I, …) those of gate first.
-        dim = 2 if layout.is_interleaved else 1
+        dim = 2 if layout.is_gpt_oss else 1
         gate_up = torch.stack((stacks["gate"], stacks["up"]), dim)
         gate_up = gate_up.flatten(1, 2)  # (E, 2I, …)
         for module, tensor in ((layout.gate_up, gate_up), (layout.down, stacks["down"])):
             if part_name == "bias":
                 merged[f"{layer}{module}_bias"] = tensor
             else:
-                tensor = tensor.mT if layout.is_interleaved else tensor
+                tensor = tensor.mT if layout.is_gpt_oss else tensor
                 merged[f"{layer}{module}"] = tensor.contiguous()
     return merged

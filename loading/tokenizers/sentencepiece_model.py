@@ -112,7 +112,7 @@ def make_splitter(
     specials: dict[str, int], literals: dict[str, int], settings: TokenizerSettings
 ) -> Tokenizer:
     """A Tokenizer that has these names alone; all else is TEXT."""
-    tokens = [*settings.named.values(), *settings.added.values()]
+    tokens = [*settings.token_by_key.values(), *settings.added.values()]
     flags = {token.content: token for token in tokens}
     splitter = Tokenizer(models.WordLevel({TEXT: 0}, unk_token=TEXT))
     for name in [*specials, *literals, APART]:

@@ -29,8 +29,8 @@ def added_token(value: str | dict, special: bool = True) -> AddedToken:
 
 
 class TokenizerSettings:
-    """`named` has the special tokens with a key, such as eos_token, and `listed` those without;
-    `added` has the tokens beside the vocabulary, special or not, by id."""
+    """`token_by_key` has the special tokens with a key, such as eos_token, and `listed` those
+    without; `added` has the tokens beside the vocabulary, special or not, by id."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -45,7 +45,7 @@ class TokenizerSettings:
         own_tokens = self.get("extra_special_tokens")  # of a model: by key, or a list
         if not isinstance(own_tokens, dict):
             own_tokens = {}
-        self.named = {
+        self.token_by_key = {
             key: added_token(value)
             for key, value in {**self.values, **own_tokens}.items()
             if key.endswith("_token") and value not in (None, True, False)
@@ -67,7 +67,7 @@ class TokenizerSettings:
 
     def template_variables(self) -> dict[str, str]:
         """The variables of a chat template that name special tokens, such as bos_token."""
-        return {key: token.content for key, token in self.named.items()}
+        return {key: token.content for key, token in self.token_by_key.items()}
 
     def adds_bos(self) -> bool:
         """Is BOS put in front of a text, where no other file decides it?"""
@@ -82,7 +82,7 @@ class TokenizerSettings:
         tokens_by_id = self.get("added_tokens_decoder")
         if tokens_by_id is None:
             tokens_by_id = self._older_tokens()
-        special_names = {token.content for token in self.named.values()}
+        special_names = {token.content for token in self.token_by_key.values()}
         added = {}
         for id, token in tokens_by_id.items():
             is_special = bool(token.get("special")) or token["content"] in special_names

@@ -132,8 +132,8 @@ def add_configured_tokens(model: Tokenizer, file: Path, settings: TokenizerSetti
             )
     stored = tokens_by_name(model)
     tokens = [token for token in settings.listed if token.content not in stored]
-    for own in settings.named.values():
-        token = stored.get(own.content, own)
+    for configured in settings.token_by_key.values():
+        token = stored.get(configured.content, configured)
         token.special = True
         tokens.append(token)
     vocab = model.get_vocab()

@@ -54,7 +54,7 @@ from tqdm import tqdm
 import decoding.engine as engine_room
 import decoding.runner as runner
 from benchmarks.record import record
-from cli.errors import ending_plainly
+from cli.errors import exit_on_error
 from cli.flags import DTYPES, Parser, positive
 from decoding.engine import Engine
 from decoding.kv_8bit import CACHE_TYPES
@@ -120,7 +120,11 @@ def load(args: Namespace, format: str, ids: list[int]) -> tuple[Transformer, dic
     most frequent."""
     dtype, scheme = (format, None) if format in DTYPES else ("bfloat16", format)
     model = load_model(
-        args.checkpoint, dtype=getattr(torch, dtype), quantize=scheme, head="auto", pack=False
+        args.checkpoint,
+        dtype=getattr(torch, dtype),
+        quantize=scheme,
+        head_scheme="auto",
+        pack=False,
     )
     n, tokenizer = model.config.n_layers, load_tokenizer(args.draft_checkpoint)
     sources = {"model": Path(args.draft_checkpoint), "pard": Path(args.pard_checkpoint)}
@@ -346,7 +350,7 @@ def tiled(change: Callable[[int, int], tuple[int, int]]) -> AbstractContextManag
 UNDONE = {
     "lengths": lambda: tiled(lambda rows, keys: (rows, 1)),  # attention over the exact length
     "queries": lambda: tiled(lambda rows, keys: (1, keys)),  # as many query rows as there are
-    "rows": lambda: patched((RowSplit, "multiply"), new=lambda self, product, x: product(x)),
+    "rows": lambda: patched((RowSplit, "run"), new=lambda self, product, x: product(x)),
     # of a neighbour's prompt
     "prefixes": lambda: patched((engine_room, "copy_positions"), new=lambda *args: None),
 }
@@ -496,7 +500,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 def main() -> None:
     args = parse_args()
-    with ending_plainly():
+    with exit_on_error():
         rows = measure(args)
         show(rows)
     sys.exit(any(map(differs, rows)))

@@ -407,9 +407,9 @@ def main() -> None:
     elif EMULATED in os.environ:
         run_emulated()
     else:
-        from cli.errors import ending_plainly
+        from cli.errors import exit_on_error
 
-        with ending_plainly():
+        with exit_on_error():
             restart()
 
 

@@ -47,7 +47,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.record import record
-from cli.errors import ending_plainly
+from cli.errors import exit_on_error
 from cli.flags import Parser, positive
 from loading.checkpoint import load_model
 from loading.config import config_from_hf
@@ -787,7 +787,7 @@ def main() -> None:
     args = parser.parse_args()
     # children would inherit that nohup ignores it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with ending_plainly():
+    with exit_on_error():
         programs = [program for program in PROGRAMS if not args.only or program.name in args.only]
         faults = {
             name: fault for name, fault in FAULTS.items() if not args.faults or name in args.faults

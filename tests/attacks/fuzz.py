@@ -44,7 +44,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.record import record
-from cli.errors import ending_plainly
+from cli.errors import exit_on_error
 from cli.flags import Parser, positive
 from decoding.sampling import Sampling
 from generate import generate
@@ -1441,7 +1441,7 @@ def main() -> None:
     )
     add("--write", type=Path, metavar="FILE", help="results as JSON")
     args = parser.parse_args()
-    with ending_plainly():
+    with exit_on_error():
         if args.case is not None:
             found = replay(args.seed, args.case, args.kind)
         else:

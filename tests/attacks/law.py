@@ -82,7 +82,7 @@ from tqdm import tqdm
 
 import speculative
 from benchmarks.record import record
-from cli.errors import ending_plainly
+from cli.errors import exit_on_error
 from cli.flags import Parser, positive
 from decoding.engine import Engine
 from decoding.sampling import DRAFT_DRAW, FILTERED, PLAIN, Sampling
@@ -929,7 +929,7 @@ def main() -> None:
     add("--seed", type=int, default=0, help="default: 0")
     add("--write", type=Path, metavar="FILE", help="results as JSON")
     args = parser.parse_args()
-    with ending_plainly():
+    with exit_on_error():
         start, found = time.perf_counter(), {}
         if not args.controls:
             cases = run_cases(args.tokens, args.seed)

@@ -46,7 +46,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks.record import commit_of_checkout, record
-from cli.errors import ending_plainly
+from cli.errors import exit_on_error
 from cli.flags import Parser, positive
 
 ROOT = Path(__file__).parents[2]
@@ -473,7 +473,7 @@ def main() -> None:
         if args.write:
             record(args.write, source | results)
 
-    with ending_plainly():
+    with exit_on_error():
         tests = {file: TESTS[file] for file in args.only}
         results = measure(ROOT, tests, args.sample, args.seed, args.workers, args.minutes, report)
         for file, counts in results["files"].items():

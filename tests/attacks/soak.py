@@ -44,10 +44,10 @@ from tqdm import tqdm
 from benchmarks.record import record
 from cli.answers import RowAnswer
 from cli.chat import chat
-from cli.errors import ending_plainly
+from cli.errors import exit_on_error
 from cli.flags import Parser, positive
 from cli.flags import parse_args as generate_options
-from cli.prompts import Prompt
+from cli.prompts import Prompt, Row
 from cli.running import run_interruptibly
 from decoding.costs import Costs
 from decoding.engine import Engine
@@ -289,15 +289,15 @@ def chat_flags(asked: Request) -> list[str]:
 def row_of(llm: LLM, asked: Request, number: int) -> RowAnswer:
     """An answer to one of the texts of a batch."""
     text = asked.texts[number]
-    prompt = Prompt(
-        text,
+    row = Row(
+        Prompt(text),
         ids=llm.tokenizer.encode(text),
         max_new_tokens=asked.new[number],
         seed=asked.seed,
         sampling=Sampling(**asked.sampling),
         stop=asked.stop,
     )
-    return RowAnswer(llm, prompt)
+    return RowAnswer(llm, row)
 
 
 @contextlib.contextmanager
@@ -495,7 +495,7 @@ def main() -> None:
     )
     add("--write", type=Path, metavar="FILE", help="results as JSON")
     args = parser.parse_args()
-    with ending_plainly():
+    with exit_on_error():
         start = time.perf_counter()
         found = soak(args.minutes, args.requests, args.seed, args.engines)
         found["seconds"] = round(time.perf_counter() - start)
