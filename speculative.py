@@ -190,6 +190,7 @@ def verify_step(
     """
     K = draft_tokens.size(1)
     draft_tokens = state.broadcast(draft_tokens)
+    state.drafted[:, :K] = draft_tokens
 
     # VERIFY: the target's distribution at K + 1 positions.
     ahead = torch.arange(K + 1, device=state.pos.device)

@@ -1,14 +1,10 @@
 """RowAnswer: the answer to a row of prompts, as text on a terminal and as --json's object."""
 
 import math
-import os
-import sys
 
-from cli.options import Options
+from cli.draft_marks import DraftMarks
 from cli.prompts import Row
 from cli.report import (
-    ACCEPTED,
-    CORRECTED,
     bytes_read,
     decided,
     peak_memory_gb,
@@ -16,28 +12,25 @@ from cli.report import (
     speculative,
     token_origin,
 )
+from cli.word_wrap import WordWrap
 from decoding.answers import Answer
 from decoding.engine import Engine
 from decoding.statistics import Timing, TokenRecord
 from generate import LLM
 
-END_COLOUR = "\033[0m"
-# Blue marks accepted draft tokens, red the token that replaced a rejected one.
-COLOURS = {ACCEPTED: "\033[34m", CORRECTED: "\033[31m"}
-
-
-def shows_drafts(options: Options) -> bool:
-    """Do answers on this stdout show which tokens were drafted?"""
-    has_colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    return options.output.show_drafts and has_colours
-
 
 class RowAnswer(Answer):
-    """With `streaming`, the text appears on stdout as it comes. With `coloured`, colours show which
-    tokens were drafted. `number`: in the order of the rows."""
+    """With `streaming`, the text appears on stdout as it comes, broken at words by `wrap`. `marks`
+    show which tokens were drafted. `number`: in the order of the rows."""
 
     def __init__(
-        self, llm: LLM, row: Row, streaming: bool = False, coloured: bool = False, number=0
+        self,
+        llm: LLM,
+        row: Row,
+        streaming: bool = False,
+        marks: DraftMarks | None = None,
+        number: int = 0,
+        wrap: WordWrap | None = None,
     ):
         super().__init__(
             llm.tokenizer,
@@ -50,20 +43,26 @@ class RowAnswer(Answer):
         )
         self.row = row
         self.streaming = streaming
-        self.coloured = coloured
+        self.marks = marks
         self.number = number
-        self.coloured_pieces: list[str] = []  # the pieces of the text with their colours
+        self.wrap = wrap
+        self.marked_pieces: list[str] = []  # the pieces of the text with their marks
 
     def add(self, text: str, record: TokenRecord | None = None) -> None:
         super().add(text, record)
-        if self.coloured and text and record is not None and token_origin(record) in COLOURS:
-            text = f"{COLOURS[token_origin(record)]}{text}{END_COLOUR}"
-        self.coloured_pieces.append(text)
+        if self.marks is not None and record is not None:
+            text = self.marks.marked(text, token_origin(record), self.rejected_texts(record))
+        self.marked_pieces.append(text)
         if self.streaming:
-            print(text, end="", flush=True)
+            self.write(text if self.wrap is None else self.wrap.feed(text))
+
+    def write(self, text: str) -> None:
+        print(text, end="", flush=True)
 
     def close(self) -> None:
         super().close()
+        if self.streaming and self.wrap is not None:
+            self.write(self.wrap.flush())
         if self.streaming and self.ids:
             print(flush=True)
 

@@ -8,15 +8,18 @@ read_message    a message, which a terminal may take in several lines
 import io
 import itertools
 import json
+import shutil
 import sys
 from pathlib import Path
 
-from cli.answers import RowAnswer, shows_drafts
+from cli.answers import RowAnswer
+from cli.draft_marks import draft_marks, print_legend
 from cli.exits import print_status
 from cli.options import Options
 from cli.prompts import Prompt, Row, parsed_lines, template_kwargs
 from cli.report import RowStatistics, decided, rate
 from cli.running import run_interruptibly
+from cli.word_wrap import WordWrap
 from decoding.sampling import Sampling
 from decoding.settings import DEFAULT_NEW_TOKENS
 from generate import LLM
@@ -180,6 +183,9 @@ def chat(llm: LLM, options: Options) -> None:
     if llm.tokenizer.template is None:
         print_status("this folder has no chat template: chatting as plain text")
     print_status(f"context of {limit} positions; /help lists the commands")
+    marks = draft_marks(options)
+    if marks is not None:
+        print_legend(marks)
     for turn_number in itertools.count():
         text = ranks.broadcast_object(read_message() if ranks.rank == 0 else None)
         if text is None or text.split()[:1] == ["/exit"]:
@@ -237,7 +243,10 @@ def answer_message(
         stop=defaults.stop,
         sampling=Sampling(**defaults.sampling),
     )
-    answer = RowAnswer(llm, row, streaming=True, coloured=shows_drafts(options))
+    wrap = None
+    if sys.stdout.isatty():  # a pipe gets the text as the model wrote it
+        wrap = WordWrap(shutil.get_terminal_size().columns)
+    answer = RowAnswer(llm, row, streaming=True, marks=draft_marks(options), wrap=wrap)
     try:
         for _ in run_interruptibly(llm, [answer]):
             answer.check()

@@ -251,7 +251,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--show_drafts",
         action="store_true",
-        help="colour accepted draft tokens blue and corrected ones red",
+        help="mark drafted tokens: accepted ones blue, rejected ones struck through beside the red"
+        " one that corrects them; without a terminal as {==accepted==} and {~~rejected~>own~~}",
     )
 
     add = parser.add_argument_group("where it runs").add_argument

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from cli.answers import RowAnswer, shows_drafts
+from cli.answers import RowAnswer
+from cli.draft_marks import draft_marks, print_legend
 from cli.exits import print_error
 from cli.options import Options
 from cli.prompts import Row, row_key
@@ -125,7 +126,9 @@ class Output:
         self.as_json = options.output.json
         self.in_order = options.output.ordered or not self.as_json
         self.streaming = len(rows) == replicas.count == 1 and not self.as_json
-        self.coloured = shows_drafts(options)
+        self.marks = draft_marks(options)
+        if self.marks and not self.as_json and (rows or piped):
+            print_legend(self.marks)
         if self.streaming:
             print_prompt(rows[0].prompt.text)
         self.answers: deque[RowAnswer] = deque(maxlen=MAX_TIMINGS if piped else None)
@@ -153,7 +156,7 @@ class Output:
 
     def answer(self, row: Row, number: int) -> RowAnswer:
         """A new answer for row `number`."""
-        answer = RowAnswer(self.llm, row, self.streaming, self.coloured, number)
+        answer = RowAnswer(self.llm, row, self.streaming, self.marks, number)
         self.answers.append(answer)
         return answer
 
@@ -172,7 +175,7 @@ class Output:
         elif self.as_json:
             result = result._replace(text=json.dumps(answer.result(self.llm.engine)))
         elif not self.streaming:
-            text = "".join(answer.coloured_pieces)
+            text = "".join(answer.marked_pieces)
             result = result._replace(text=text, prompt=answer.row.prompt.text)
         if self.replicas.is_first:
             self.receive(result)

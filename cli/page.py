@@ -2,13 +2,14 @@
 uses too.
 
 Token           a token of an answer, with its origin and its round's probabilities
-token_of        a request's record of a token -> Token
-page            a file of HTML with cli/tokens.css and cli/tokens.js put in
+token_of        an answer's record of a token -> Token
+page            a file of HTML with the style and the scripts that it names put in
 write_report    answers -> one file of HTML, which needs no network
 """
 
 import itertools
 import json
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from cli.report import (
     summary,
     token_origin,
 )
+from decoding.answers import Answer
 from decoding.engine import Engine
 from decoding.scheduler import Request
 from decoding.statistics import Timing
@@ -35,7 +37,8 @@ MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks
 class Token(NamedTuple):
     """A token of an answer: the text that it adds, its origin, the number of its round, and that
     round's probabilities p of the target and q of the draft. at: seconds of decoding until it was
-    decided."""
+    decided. rejected: the texts of the drafted tokens in whose place it stands, of which the first
+    has the probabilities rejected_p and rejected_q."""
 
     id: int
     text: str
@@ -45,6 +48,9 @@ class Token(NamedTuple):
     p: float | None = None
     q: float | None = None
     overlap: float | None = None  # sum of min(p, q) over the vocabulary
+    rejected: Sequence[str] = ()
+    rejected_p: float | None = None
+    rejected_q: float | None = None
     # (id, log-probability), the token's own first; None: not recorded.
     top_logprobs: Sequence[tuple[int, float]] | None = None
 
@@ -57,27 +63,36 @@ class Token(NamedTuple):
 
 
 def token_of(
-    request: Request, number: int, text: str, round: int, at: float, num_logprobs: int | None
+    answer: Answer, number: int, text: str, round: int, at: float, num_logprobs: int | None
 ) -> Token:
-    """Token `number` of a request. num_logprobs: of so many more top tokens; None leaves out
+    """Token `number` of an answer. num_logprobs: of so many more top tokens; None leaves out
     probabilities."""
-    record = request.token_records[number] if request.token_records else None
-    token = Token(request.tokens[number], text, token_origin(record), round, at)
+    request = answer.request
+    record = answer.record(number)
+    rejected = answer.rejected_texts(record)
+    token = Token(request.tokens[number], text, token_origin(record), round, at, rejected=rejected)
     if num_logprobs is None:
         return token
-    p, q = request.token_probs[number]
+    p, q, rejected_p, rejected_q = request.token_probs[number]
     pairs = request.top_logprobs[number][: 1 + num_logprobs]
     pairs = [(int(id), max(logprob, MIN_LOGPROB)) for id, logprob in pairs]
     token = token._replace(p=p, top_logprobs=pairs)
+    if rejected:
+        token = token._replace(rejected_p=rejected_p, rejected_q=rejected_q)
     is_drafted = record is not None and record.index < record.k
     return token._replace(q=q, overlap=record.overlap) if is_drafted else token
 
 
 def page(file: Path) -> str:
-    html = file.read_text("utf-8")
-    for name in ("tokens.css", "tokens.js"):
-        html = html.replace(f"/* {name} */\n", Path(__file__).with_name(name).read_text("utf-8"))
-    return html
+    """A file of HTML in which a line such as /* tokens.js */ is replaced by that file, from its own
+    folder or from this one."""
+
+    def included(line: re.Match) -> str:
+        own = file.with_name(line[1])
+        part = own if own.exists() else Path(__file__).with_name(line[1])
+        return part.read_text("utf-8")
+
+    return re.sub(r"/\* (\w+\.(?:css|js)) \*/\n", included, file.read_text("utf-8"))
 
 
 def write_report(options: Options, answers: Collection[RowAnswer], engine: Engine) -> None:
@@ -112,7 +127,7 @@ def section(answer: RowAnswer, engine: Engine) -> dict:
     end_times = list(itertools.accumulate(seconds, initial=request.prefill_s))
     tokens = []
     for i, number in enumerate(numbers):
-        token = token_of(request, i, texts[i], number + 1, end_times[number], 0)
+        token = token_of(answer, i, texts[i], number + 1, end_times[number], 0)
         tokens.append(token.as_json())
     figures = []
     if engine.has_drafter:

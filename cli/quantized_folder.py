@@ -136,7 +136,7 @@ def write_shards(
         files.update(saving.write_tensors(file, model, shard, dtype, is_portable))
 
     title = f"{options.method} {options.scheme}" if options.scheme else "unpack"
-    with tqdm(model.layers, unit="layer", desc=title) as bar:
+    with tqdm(model.layers, unit="layer", desc=title, disable=None) as bar:
         for number, layer in enumerate(bar):
             models.allocate(layer, options.device)
             models.load_parameters(model, names[number], read)

@@ -36,6 +36,7 @@ class Answer:
         stops: Sequence[str] = (),
         **request_args,
     ):
+        self.tokenizer = tokenizer
         self.prompt = prompt
         self.request_args = request_args
         self.stop_ids = request_args.get("stop_ids", frozenset())
@@ -76,6 +77,10 @@ class Answer:
         """The TokenRecord of a token; None without a drafter."""
         records = self.request.token_records
         return records[number] if records else None
+
+    def rejected_texts(self, record) -> list[str]:
+        """The texts of the drafted tokens in whose place a TokenRecord's token stands."""
+        return self.tokenizer.token_texts(record.rejected) if record else []
 
     def add(self, text: str, record=None) -> None:
         self.pieces.append(text)

@@ -544,9 +544,8 @@ class Engine:
         if times:
             times = (*times, timestamp(self.device))
         logprobs = (state.top_logprobs, state.token_probs) if state.return_logprobs else ()
-        return StepResult(
-            k, times, state.out, state.accepted, state.overlap, state.can_draft, *logprobs
-        )
+        drafting = (state.accepted, state.overlap, state.drafted, state.can_draft)
+        return StepResult(k, times, state.out, *drafting, *logprobs)
 
     # ------------------------------------------------------------------------------------- results
 
@@ -581,7 +580,11 @@ class Engine:
             ids = request.receive(result, row)
             if self.runs_rounds:
                 request.record_drafting(
-                    len(ids), result.accepted[row], result.overlaps_of(row), not result.times
+                    len(ids),
+                    result.accepted[row],
+                    result.overlaps_of(row),
+                    result.drafted[row],
+                    not result.times,
                 )
             events += [(request.id, id) for id in ids]
             if request.ending is not None:

@@ -36,9 +36,10 @@ class StepResult(NamedTuple):
     tokens: list[list[int]] | Tensor
     accepted: list[int] | Tensor
     overlap: list[list[float]] | Tensor
+    drafted: list[list[int]] | Tensor
     can_draft: list[bool] | Tensor
-    # If recorded: ids and log-probabilities (B, K + 1, 1 + n, 2), and p and q of the decided tokens
-    # (B, K + 1, 2).
+    # If recorded: ids and log-probabilities (B, K + 1, 1 + n, 2), and p and q of the decided and
+    # of the drafted tokens (B, K + 1, 4).
     top_logprobs: list | Tensor | None = None
     token_probs: list | Tensor | None = None
 

@@ -84,15 +84,19 @@ class State(nn.Module):
         fixed("masks", B, K + 1, num_words, value=-1, dtype=torch.int32)
         # What the last step decided, for the host. out: its tokens, then NO_TOKEN. accepted: the
         # number of drafted tokens kept, or -1 if the row had no draft. overlap: the sum of
-        # min(p, q) at each drafted position, then -1. can_draft: is there a draft for a next round?
+        # min(p, q) at each drafted position, then -1. drafted: the tokens there. can_draft: is
+        # there a draft for a next round?
         fixed("out", B, K + 1, value=NO_TOKEN)
         fixed("accepted", B, value=-1)
         fixed("overlap", B, K, value=0.0)
+        fixed("drafted", B, K)
         fixed("can_draft", B, value=True)
         if self.return_logprobs:
             num_logprobs = 1 + options.logprobs
             fixed("top_logprobs", B, K + 1, num_logprobs, 2, value=0.0)  # of decoding/logits.py
-            fixed("token_probs", B, K + 1, 2, value=0.0)  # p of the target, q of the draft or 0
+            # p of the target and q of the draft (0: none), of the decided token and of the drafted
+            # one, which differ where it was rejected.
+            fixed("token_probs", B, K + 1, 4, value=0.0)
 
     def fill(self, slot: int, request) -> None:
         """Write a request (scheduler.Request) into a slot, which stays parked until `activate`.
@@ -183,8 +187,8 @@ class State(nn.Module):
         self, logits: Tensor, processed: Tensor, tokens: Tensor, q: Tensor | None = None
     ) -> None:
         """Record for tokens (B, T) their log-probabilities by the unmodified logits (B, T, V), and
-        the probabilities that decided: the target's by the processed logits (B, T, V), and the
-        draft's q (B, T - 1, V)."""
+        the probabilities that decided, of these tokens and of the drafted ones: the target's by the
+        processed logits (B, T, V), and the draft's q (B, T - 1, V)."""
         if not self.return_logprobs:
             return
         T = tokens.size(1)
@@ -194,7 +198,10 @@ class State(nn.Module):
         self.token_probs.zero_()
         self.token_probs[:, :T, 0] = p.gather(2, index)[..., 0]
         if q is not None:
+            drafted = self.drafted[:, : T - 1, None]  # (B, T - 1, 1)
             self.token_probs[:, : T - 1, 1] = q.gather(2, index[:, :-1])[..., 0]
+            self.token_probs[:, : T - 1, 2] = p[:, :-1].gather(2, drafted)[..., 0]
+            self.token_probs[:, : T - 1, 3] = q.gather(2, drafted)[..., 0]
 
     def commit(
         self,

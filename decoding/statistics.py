@@ -25,13 +25,16 @@ class StepRecord(NamedTuple):
 class TokenRecord(NamedTuple):
     """Token number `index` of a round. The round drafted k tokens for this row (0: none) and
     accepted `accepted` of them. overlap: sum of min(p, q) at this position, 0 past the draft.
-    first: this is the token after the prompt, which no round decided."""
+    first: this is the token after the prompt, which no round decided. rejected: at the token that
+    corrects a draft, the drafted tokens from there on: one that was rejected, and those behind it,
+    which went with it."""
 
     index: int
     k: int
     accepted: int
     overlap: float
     first: bool
+    rejected: tuple[int, ...] = ()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -52,13 +55,21 @@ class RequestStatistics:
     token_probs: list[list[float]] = field(default_factory=list)
 
     def record_drafting(
-        self, num_tokens: int, accepted: int, overlaps: list[float], first: bool
+        self,
+        num_tokens: int,
+        accepted: int,
+        overlaps: list[float],
+        drafted: list[int],
+        first: bool,
     ) -> None:
-        """Record the tokens that a step decided. `overlaps`: of each drafted position."""
+        """Record the tokens that a step decided. `overlaps`: of each drafted position, whose
+        tokens `drafted` begins with."""
         k = len(overlaps)
         for index in range(num_tokens):
             overlap = overlaps[index] if index < k else 0.0
-            self.token_records.append(TokenRecord(index, k, accepted, overlap, first))
+            rejected = tuple(drafted[index:k]) if index == accepted else ()
+            record = TokenRecord(index, k, accepted, overlap, first, rejected)
+            self.token_records.append(record)
 
 
 @dataclass

@@ -186,7 +186,7 @@ class Checkpoint:
         `head_scheme`: a scheme for lm_head and a tied embedding, which otherwise stay as they are.
         `tp`: the Ranks over which the model is sharded. This process reads and holds its shard
         alone.
-        `progress`: show a bar on stderr.
+        `progress`: show a bar on stderr, if that is a terminal.
         `pack`: False leaves quantized matrices as stored, to be saved, copied or packed later.
 
         ValueError names file and tensor, before any weight is copied, or a tensor with NaN or
@@ -206,7 +206,9 @@ class Checkpoint:
         stored_names = {name for name, _ in named_linears(model)} if form.scheme else overrides
         total = sum(parameter.nbytes for parameter in model.parameters())
         desc = f"load {self.path.name}"
-        bar = tqdm(total=total, unit="B", unit_scale=True, desc=desc, disable=not progress)
+        bar = tqdm(
+            total=total, unit="B", unit_scale=True, desc=desc, disable=None if progress else True
+        )
         with bar, error_prefix(self.path):
             model = load_weights(model, read, ranks, pack, stored_names, bar.update)
         if ranks.rank == 0:

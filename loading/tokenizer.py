@@ -117,6 +117,15 @@ class Tokenizer:
         stream = self.stream()
         return "".join(stream.feed(id) for id in ids) + stream.flush()
 
+    def token_texts(self, ids: Iterable[int]) -> list[str]:
+        """What each id spells, a special token its name. A character stands at the id that
+        completes it."""
+        stream = StreamDecoder(self.runtime.piece, strip_first_space=False)
+        texts = [stream.feed(id) for id in ids]
+        if texts:
+            texts[-1] += stream.flush()
+        return texts
+
     def pieces(self) -> list[bytes]:
         """The bytes of every id, or a special token's name. Tokenizers with equal pieces read each
         other's ids."""

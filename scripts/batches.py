@@ -134,9 +134,7 @@ class Row(Answer):
             self.num_rounds += 1
         if self.max_new_tokens:
             seconds = self.request.prefill_s + self.request.decode_s
-            token = token_of(
-                self.request, number, text, self.num_rounds, seconds, self.num_logprobs
-            )
+            token = token_of(self, number, text, self.num_rounds, seconds, self.num_logprobs)
             self.pending.append(token)
 
     def read_prompt(self, tokenizer: Tokenizer) -> list[str]:

@@ -28,7 +28,8 @@ except ImportError:
     raise ValueError("--live draws with rich: pip install rich==15.0.0") from None
 
 FRAME_S = 1 / 12
-STYLES = {ACCEPTED: "blue", CORRECTED: "red"}  # cli.answers.COLOURS, in rich's words
+# cli.draft_marks.ANSI_MARKS, in rich's words.
+STYLES = {ACCEPTED: "color(33)", CORRECTED: "bold color(196)"}
 # Control characters, which would move the cursor, become spaces.
 CONTROLS = {code: " " for code in (*range(32), *range(127, 160)) if code != ord("\n")}
 

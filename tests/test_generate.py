@@ -261,7 +261,11 @@ def test_what_is_told_of_a_token_is_what_the_models_give_it(drafted, folder_of):
             judged = drafted and fact.index < fact.k
             values, top = log_p[i].topk(2)
             expected = [p[i, id].item(), q[i, id].item() if judged else 0.0]
-            assert request.token_probs[i] == pytest.approx(expected, abs=1e-4)
+            assert request.token_probs[i][:2] == pytest.approx(expected, abs=1e-4)
+            if judged:
+                drafted_id = fact.rejected[0] if fact.rejected else id
+                expected = [p[i, drafted_id].item(), q[i, drafted_id].item()]
+                assert request.token_probs[i][2:] == pytest.approx(expected, abs=1e-4)
             pairs = [
                 [id, log_p[i, id].item()],
                 *([n.item(), x.item()] for n, x in zip(top, values)),
@@ -270,6 +274,37 @@ def test_what_is_told_of_a_token_is_what_the_models_give_it(drafted, folder_of):
     engine.state.return_logprobs, again = False, Timing()
     assert rows_of(model, PROMPTS, timing=again, **options) == rows
     assert not any(request.token_probs for request in again.requests)
+
+
+def greedy_ids(model, ids: list[int], num_new: int) -> list[int]:
+    """Greedy continuation by full passes, without caches or an engine."""
+    text = list(ids)
+    for _ in range(num_new):
+        logits = model(torch.tensor([text]), torch.arange(len(text)))
+        text.append(logits[0, -1].argmax().item())
+    return text[len(ids) :]
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_accepted_and_rejected_tokens_spell_what_the_draft_proposed(batch_size, folder_of):
+    """A greedy draft proposes its model's own continuation of the text before the round."""
+    model, timing = load_model(folder_of("llama-3"), dtype=torch.float32), Timing()
+    draft = layer_subset(model, [0, 1])
+    engine = Engine(model, batch_size, 40, drafter=ModelDraft(draft), speculate_k=3)
+    rows = rows_of(model, PROMPTS, timing=timing, sampling=Sampling(0), engine=engine)
+    num_corrected = 0
+    records_of_rows = [request.token_records for request in timing.requests]
+    for prompt, ids, records in zip(PROMPTS, rows, records_of_rows, strict=True):
+        for i, (id, record) in enumerate(zip(ids, records, strict=True)):
+            is_corrected = record.index == record.accepted < record.k
+            assert bool(record.rejected) == is_corrected
+            if is_corrected:
+                begin = i - record.index
+                proposed = [*ids[begin:i], *record.rejected]
+                assert proposed == greedy_ids(draft, prompt + ids[:begin], record.k)
+                assert record.rejected[0] != id
+                num_corrected += 1
+    assert num_corrected > 4
 
 
 def test_a_prompts_error_has_its_row_and_the_reason_apart(folder_of):
@@ -289,7 +324,7 @@ def test_the_recorded_p_is_that_of_the_processed_logits(folder_of):
     (ids,) = rows_of(model, PROMPTS[:1], timing=timing, sampling=Sampling(1), seed=3, engine=engine)
     text, pos = torch.tensor([PROMPTS[0] + ids]), torch.arange(len(PROMPTS[0] + ids))
     p = (2 * model(text, pos)[0, len(PROMPTS[0]) - 1 : -1]).softmax(-1)  # (T, V)
-    recorded = [token_p for token_p, _ in timing.requests[0].token_probs]
+    recorded = [token_p for token_p, *_ in timing.requests[0].token_probs]
     assert recorded == pytest.approx([p[i, id].item() for i, id in enumerate(ids)], abs=1e-4)
 
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from cli.answers import COLOURS
+from cli.draft_marks import ANSI_MARKS
 from cli.flags import parse_args
 from cli.main import run
 from cli.prompts import Prompt
@@ -158,10 +158,10 @@ def test_every_line_fits_and_the_tail_stays(width, height):
 
 
 def test_colours_and_rates_tell_which_tokens_were_drafted():
-    assert all(
-        COLOURS[source] == f"\033[{Style.parse(name).color.number + 30}m"
-        for source, name in STYLES.items()
-    )
+    for source, name in STYLES.items():
+        style = Style.parse(name)
+        code = f"{'1;' * bool(style.bold)}38;5;{style.color.number}"
+        assert getattr(ANSI_MARKS, source) == f"\033[{code}m{{}}\033[0m"
     plain, drafted = columns = columns_of(
         COMMON, f"{COMMON} {DRAFT} --temperature 0 --speculate_k 3"
     )
@@ -262,7 +262,7 @@ def test_on_a_terminal_it_moves_and_ctrl_c_ends_it():
             seen += os.read(master, 65536)
         except OSError:  # the program has closed its side
             break
-        if not typed and b"\x1b[34m" in seen and seen.count("╭".encode()) >= 3:
+        if not typed and b"\x1b[38;5;33m" in seen and seen.count("╭".encode()) >= 3:
             os.write(master, b"\x03")
             typed = True
     os.close(master)

@@ -1604,14 +1604,11 @@ def test_page_streams_what_is_typed_and_colours_it(page, plain_answer):
     )
     plain = page.evaluate("getComputedStyle(document.querySelector('article.assistant')).color")
     assert len({blue, red, plain}) == 3
-    page.uncheck("#colours")
-    assert (
-        page.evaluate(
-            "getComputedStyle(document.querySelector('article.assistant .accepted')).color"
-        )
-        == plain
-    )
+    page.uncheck("#colours")  # the text as Markdown, without tokens
+    assert page.locator("article.assistant [data-origin]").count() == 0
+    assert page.text_content("article.assistant").split() == text.split()
     page.check("#colours")
+    assert page.text_content("article.assistant") == text
     line = page.text_content("#live")
     assert (
         all(fact in line for fact in ("tok/s", "α 0.", "tokens a round"))
@@ -1691,6 +1688,294 @@ def test_page_races_plain_against_drafted(page, plain_answer):
     page.keyboard.press("Enter")
     expect(page.locator("#live")).to_contain_text("finish_reason")
     assert "plain decoding" not in page.text_content("#live")
+
+
+def answered(page, prompt: str) -> None:
+    """Send a message from its box, and wait for the end of the answer."""
+    from playwright.sync_api import expect
+
+    page.fill("#prompt", prompt)
+    page.locator("#prompt").press("Enter")
+    expect(page.locator("#live")).to_contain_text("finish_reason")
+    expect(page.locator("#send")).to_have_text("Send")
+
+
+TOKENS = """() => [...document.querySelectorAll("article.assistant [data-origin]")].map(
+    span => [span.dataset.origin, span.textContent, span.dataset.rejected ?? ""])"""
+
+
+@pytest.mark.browser
+def test_page_strikes_out_what_the_draft_had_and_replays_every_round(page, server):
+    """Struck and kept tokens are those of the server's record, all together and round by round."""
+    body = {
+        "messages": [{"role": "user", "content": PROMPTS[0]}],
+        "tokens": True,
+        "temperature": 0,
+        "max_tokens": 60,
+    }
+    _, answer = server.raw("/v1/chat/completions", json.dumps(body).encode())
+    tokens = answer["choices"][0]["tokens"]
+    answered(page, PROMPTS[0])
+    shown = [[t["origin"], t["text"], "".join(t["rejected"])] for t in tokens]
+    assert page.evaluate(TOKENS) == [[*t[:2], t[2].replace("\n", "↵")] for t in shown]
+    assert sum(bool(t[2]) for t in shown) == sum(t[0] == "corrected" for t in shown) > 3
+    before = page.evaluate(
+        """() => { const span = document.querySelector("article.assistant [data-rejected]");
+        const style = getComputedStyle(span, "::before");
+        return [style.content, style.textDecorationLine, span.dataset.rejected]; }"""
+    )
+    assert before[1] == "line-through" and before[2] in before[0]
+    page.click("text=Replay")
+    slider, words = page.locator(".replay input"), page.locator(".replay output")
+    for round, group in itertools.groupby(tokens, key=lambda token: token["round"]):
+        group = list(group)
+        accepted = "".join(t["text"] for t in group if t["origin"] == "accepted")
+        proposed = accepted + "".join(part for t in group for part in t["rejected"])
+        story = words.text_content()
+        assert story.startswith(f"round {round} of {tokens[-1]['round']}")
+        if round > 1:
+            assert f"proposed “{proposed}”".replace("\n", "↵") in story
+        seen = page.evaluate(
+            """() => [...document.querySelectorAll("article.assistant [data-origin]")]
+            .filter(span => !span.hidden).map(span => span.textContent).join("")"""
+        )
+        assert seen == "".join(t["text"] for t in tokens if t["round"] <= round)
+        slider.press("ArrowRight")
+    page.click("text=Close")
+    assert len(page.evaluate(TOKENS)) == len(tokens)
+    counts = Counter(t["round"] for t in tokens if t["q"] is not None)
+    assert page.locator(".bars span").count() == max(counts.values())
+
+
+@pytest.mark.browser
+def test_page_survives_a_reload(page):
+    from playwright.sync_api import expect
+
+    about = page.locator("#about")
+    assert page.locator(".intro button").count() == 3
+    assert {"accepted", "rejected", "corrected", "bonus", "plain"} <= {
+        *page.locator(".intro dt").all_text_contents()
+    }
+    page.fill("#most", "24")
+    page.locator(".intro button").first.click()
+    expect(page.locator("#live")).to_contain_text("finish_reason")
+    expect(page.locator("#send")).to_have_text("Send")
+    page.fill("#prompt", PROMPTS[1])
+    page.click("#race")
+    expect(page.locator(".race p")).to_contain_text("the same text")
+    page.fill("#system", "Be brief.")
+    page.uncheck("#greedy")
+    expressions = (
+        TOKENS,
+        "[...log.querySelectorAll('article')].map(article => article.textContent)",
+        "Object.entries(FIELDS).map(([id, property]) => [id, at(id)[property]])",
+        "JSON.stringify(messages())",
+    )
+    before = [page.evaluate(expression) for expression in expressions]
+    page.reload()
+    expect(about).to_contain_text("drafted by")
+    assert [page.evaluate(expression) for expression in expressions] == before
+    assert before[3].startswith('[{"role":"system","content":"Be brief."},{"role":"user"')
+    page.click("#reset")
+    page.reload()
+    expect(about).to_contain_text("drafted by")
+    assert page.locator(".intro").count() == 1 and page.input_value("#system") == "Be brief."
+    page.evaluate("localStorage.setItem(STORE, '{')")  # not this page's
+    page.reload()
+    expect(about).to_contain_text("drafted by")
+    assert page.locator(".intro").count() == 1
+
+
+@pytest.mark.browser
+def test_page_races_greedily_unless_told_otherwise(page):
+    from playwright.sync_api import expect
+
+    bodies = []
+    page.on("request", lambda request: request.post_data and bodies.append(request.post_data_json))
+    page.fill("#temperature", "1.3")
+    page.fill("#prompt", PROMPTS[2])
+    page.click("#race")
+    expect(page.locator(".race p")).to_contain_text("the same text")
+    page.uncheck("#greedy")
+    page.fill("#prompt", PROMPTS[3])
+    page.click("#race")
+    expect(page.locator(".race p")).to_have_count(2)
+    assert [body["temperature"] for body in bodies] == [0, 0, 1.3, 1.3]
+    assert bodies[2]["seed"] == bodies[3]["seed"]
+    page.uncheck("#draft")
+    answered(page, PROMPTS[4])
+    assert bodies[-1]["draft"] is False
+    assert {origin for origin, *_ in page.evaluate(TOKENS)} == {"plain"}
+
+
+ATTACK = "<img src=x onerror='window.attacked = 1'><script>window.attacked = 1</script>"
+LINK = "[safe](https://example.org/a) [unsafe](javascript:window.attacked=1)"
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("coloured", [True, False], ids=["tokens", "markdown"])
+def test_page_never_interprets_what_a_model_writes(page, coloured):
+    """The control puts the same text in as HTML, and finds the image and its script."""
+    from playwright.sync_api import expect
+
+    token = {"text": f"**{ATTACK}** {LINK}", "origin": "corrected", "rejected": [ATTACK]}
+    token |= {"round": 1, "at": 0, "p": 1, "q": 0, "overlap": 0, "logprob": 0}
+    choices = [{"tokens": [token]}, {"finish_reason": "stop"}]
+    lines = [f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices]
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(body="".join([*lines, "data: [DONE]\n\n"])),
+    )
+    page.set_checked("#colours", coloured)
+    answered(page, ATTACK)
+    for _ in range(2):
+        assert page.locator("#log img, #log script, #log a[href^=javascript]").count() == 0
+        assert ATTACK in page.text_content("article.assistant")
+        assert page.text_content("article.user") == ATTACK
+        page.wait_for_timeout(200)
+        assert page.evaluate("window.attacked") is None
+        page.reload()
+        expect(page.locator("#about")).to_contain_text("drafted by")
+    hrefs = page.locator("article.assistant a").evaluate_all("links => links.map(a => a.href)")
+    assert hrefs == ([] if coloured else ["https://example.org/a"])
+    page.evaluate("text => { log.innerHTML = text; }", ATTACK)
+    page.wait_for_timeout(200)
+    assert page.locator("#log img").count() == 1 and page.evaluate("window.attacked") == 1
+
+
+MARKDOWN = [
+    "# Title\n\nSome *words* and **more** and `a < b`.\n\n---\n\nAfter.",
+    "- one\n- two **bold**\n  - inner\n  - other\n- three\n\nText",
+    "  - one\n- two\n  - inner\n\n  of two",
+    "3. three\n4. four\n\n> quoted *text*\n> goes on\n",
+    "```python\nif a < b:\n    print('*no*')\n```\nafter `` a ` b `` end",
+    "snake_case_name and 2 * 3 * 4 and \\*escaped\\* and __strong__ _em_",
+    "[label](https://example.org/x?y=1) and [none](ftp://example.org)",
+    "**a *b* c** and ***",
+    "plain text\nin two lines\n\n\nthird",
+]
+
+
+@pytest.mark.browser
+def test_page_formats_markdown_as_its_definition_says(page):
+    """markdown-it, CommonMark's reference in Python, writes the same elements around the same text;
+    list items may have a paragraph more, and headings stand two levels lower."""
+    markdown_it = pytest.importorskip("markdown_it")
+    oracle = markdown_it.MarkdownIt("commonmark", {"html": False})
+    for text in MARKDOWN:
+        html = page.evaluate(
+            "text => { const box = make('p'); box.append(markdown(text)); return box.innerHTML; }",
+            text,
+        )
+        html = html.replace(' rel="noopener noreferrer" target="_blank"', "")
+        html = re.sub(r"(</?h)(\d)", lambda match: f"{match[1]}{int(match[2]) - 2}", html)
+        html = html.replace(' class=""', "")
+        want = oracle.render(text).replace("<hr />", "<hr>").replace("&quot;", '"')
+        want = re.sub(r' class="language-\w+"', "", want)
+        want = want.replace('<a href="ftp://example.org">none</a>', "[none](ftp://example.org)")
+
+        def normal(html: str) -> str:
+            html = re.sub(r"<li>\s*<p>(.*?)</p>", r"<li>\1", html, flags=re.DOTALL)
+            return re.sub(
+                r"\s*(</?(?:li|ul|ol|p|h\d|pre|blockquote|hr)\b[^>]*>|</code>)\s*", r"\1", html
+            )
+
+        assert normal(html) == normal(want), text
+
+
+@pytest.mark.browser
+def test_page_edits_retries_and_copies(page, chromium):
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.fill("#most", "12")
+    answered(page, PROMPTS[0])
+    first = page.text_content("article.assistant")
+    page.locator(".foot >> nth=1 >> text=Copy").click()
+    wait_until(
+        page, "[...document.querySelectorAll('.foot button')].some(b => b.textContent === 'Copied')"
+    )
+    assert page.evaluate("navigator.clipboard.readText()") == first
+    answered(page, PROMPTS[1])
+    page.locator("text=Retry").last.click()
+    wait_until(page, "!stopping && turns.length === 4")
+    assert page.locator("article.user").all_text_contents() == PROMPTS[:2]
+    page.locator("text=Edit").first.click()
+    assert page.input_value("#prompt") == PROMPTS[0]
+    page.keyboard.press("Escape")
+    assert page.input_value("#prompt") == "" and page.locator(".editing").count() == 0
+    page.locator("text=Edit").first.click()
+    answered(page, PROMPTS[2])
+    assert page.locator("article.user").all_text_contents() == [PROMPTS[2]]
+    assert page.locator("article.assistant").count() == 1
+
+
+@pytest.mark.browser
+def test_page_works_by_keyboard_and_every_control_has_a_name_and_a_visible_focus(page):
+    page.locator("#prompt").focus()
+    page.keyboard.type(PROMPTS[0])
+    page.keyboard.press("Enter")
+    wait_until(page, "!stopping && turns.length === 2")
+    controls = page.locator(
+        "button:enabled:visible, input:visible, textarea:visible, summary"
+    ).count()
+    names = []
+    page.evaluate("document.activeElement.blur()")
+    for _ in range(controls + 4):
+        page.keyboard.press("Tab")
+        name, outline = page.evaluate(
+            """() => { const element = document.activeElement, style = getComputedStyle(element);
+            const [label] = element.labels ?? [];
+            const name = element.ariaLabel || label?.textContent || element.textContent;
+            return [element === document.body ? null : name.trim(),
+                style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2]; }"""
+        )
+        if name is not None:
+            assert name and outline, name
+            names.append(name)
+    assert len({*names}) >= controls - 2  # Copy stands twice
+    for name in ("Replay", "Retry", "Edit", "Race", "New", "Settings", "system message"):
+        assert name in names
+    page.locator("text=Replay").focus()
+    page.keyboard.press("Enter")
+    page.keyboard.press("End")
+    assert (
+        page.text_content(".replay output").split(":")[0].split()[1::2]
+        == [page.get_attribute(".replay input", "max")] * 2
+    )
+
+
+CONTRAST = """([name, scheme]) => {
+    const box = make("span", name, "text");
+    document.body.append(box);
+    const canvas = new OffscreenCanvas(1, 1).getContext("2d");
+    const luminance = colour => {
+        canvas.fillStyle = colour;
+        canvas.fillRect(0, 0, 1, 1);
+        const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map(x => x / 255)
+            .map(x => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const pair = [getComputedStyle(box).color, getComputedStyle(document.body).backgroundColor];
+    const [low, high] = pair.map(luminance).sort((a, b) => a - b);
+    box.remove();
+    return (high + 0.05) / (low + 0.05);
+}"""
+
+
+@pytest.mark.browser
+def test_page_can_be_read_in_both_schemes_and_fits_both_widths(page):
+    """WCAG's contrast of 4.5 for every origin, and nothing wider than the window."""
+    answered(page, PROMPTS[0])
+    page.click("text=Replay")
+    page.fill("#prompt", PROMPTS[1])
+    page.click("#race")
+    wait_until(page, "!stopping")
+    for width, scheme in itertools.product((390, 1280), ("light", "dark")):
+        page.set_viewport_size({"width": width, "height": 800})
+        page.emulate_media(color_scheme=scheme)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate("log.scrollWidth <= log.clientWidth")
+        for name in ("accepted", "swatch rejected", "corrected", "bonus", "plain"):
+            assert page.evaluate(CONTRAST, [name, scheme]) >= 4.5, (name, scheme)
 
 
 def wait_until(page, expression: str) -> None:

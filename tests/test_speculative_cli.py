@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import sys
 
@@ -213,36 +214,61 @@ def test_a_chat_keeps_both_caches(text_folder, draft_folder, capsys, monkeypatch
     assert answers[0] == answers[1] == answers[2] and answers[0].strip()
 
 
+# An accepted token, or rejected ones in front of the one that corrects them, by the marks of a
+# terminal and of a file.
+ON_TERMINAL = re.compile(
+    r"\x1b\[38;5;33m(?P<accepted>[^\x1b]*)\x1b\[0m"
+    r"|\x1b\[9;38;5;244m(?P<rejected>[^\x1b]*)\x1b\[0m"
+    r"\x1b\[1;38;5;196m(?P<corrected>[^\x1b]*)\x1b\[0m"
+)
+IN_FILE = re.compile(
+    r"\{==(?P<accepted>.*?)==\}|\{~~(?P<rejected>.*?)~>(?P<corrected>.*?)~~\}", re.DOTALL
+)
+
+
+def without_marks(text: str, marks: re.Pattern) -> str:
+    return marks.sub(lambda match: match["accepted"] or match["corrected"] or "", text)
+
+
 @pytest.mark.attack
-def test_show_drafts_colours_a_terminal_and_nothing_else(text_folder, draft_folder, capsys):
-    """Blue: accepted; red: in the place of a rejected one. The text itself is the same."""
-    common = [
-        "--draft",
-        "layers:0-1",
-        "--temperature",
-        "0",
-        "--dtype",
-        "float32",
-        "--ignore_eos",
-        "--show_drafts",
-    ]
-    terminal = Terminal(text_folder, *common, "--max_new_tokens", "60")
+def test_show_drafts_marks_the_tokens_of_the_record_and_changes_no_text(capsys):
+    """On a terminal by colours and strikes, where a chat breaks lines at words; in a file by
+    CriticMarkup. Both show the same tokens, and the text between is that of a run without marks."""
+    folder = str(ROOT / "checkpoints" / "demo")
+    draft = str(ROOT / "checkpoints" / "demo-draft")
+    common = ["--draft_checkpoint", draft, "--speculate_k", "3", "--temperature", "0"]
+    common += ["--max_new_tokens", "60"]
+    prompt = "One day, the dog"
+    arguments = ["--checkpoint", folder, "--prompt", prompt, "--device", "cpu", *common]
+    run_args(parse_args(arguments))
+    plain = capsys.readouterr().out
+    run_args(parse_args([*arguments, "--show_drafts"]))
+    out, err = capsys.readouterr()
+    assert without_marks(out, IN_FILE) == plain and "\x1b" not in out + err
+    legend = "{==drafted and accepted==}, {~~drafted and rejected~>the model's own~~}"
+    assert legend in err
+    terminal = Terminal(folder, *common, "--show_drafts")
+    terminal.wait_for("drafted and accepted")
     terminal.wait_for("> ")
-    terminal.type("the little cat\n")
-    shown = terminal.wait_for(r"cat\r\n(.*)\r\n(?:\x1b\[2m)?\[\d+ tokens read[^>]*> ")[1]
+    terminal.type(f"{prompt}\n")
+    shown = terminal.wait_for(r"dog\r\n((?:.|\n)*)\r\n(?:\x1b\[2m)?\[\d+ tokens read[^>]*> ")[1]
     shown = shown.replace("\x1b[?2004l\r", "")  # the end of a line that may be pasted
     terminal.type("\x04")
     assert terminal.process.wait(timeout=30) == 0
-    assert "\x1b[34m" in shown and "\x1b[31m" in shown
-    plain = shown
-    for code in ("\x1b[34m", "\x1b[31m", "\x1b[0m"):
-        plain = plain.replace(code, "")
-    arguments = [
-        str(a) for a in ("--checkpoint", text_folder, *common, "--prompt", "the little cat")
-    ]
-    run_args(parse_args([*arguments, "--max_new_tokens", "60", "--device", "cpu"]))
-    out = capsys.readouterr().out
-    assert out == plain.replace("\r\n", "\n") + "\n" and "\x1b" not in out
+    shown = shown.replace("\r\n", "\n")
+    marked = without_marks(shown, ON_TERMINAL)
+    assert marked.split() == plain.split() and "\x1b" not in marked
+    assert max(map(len, re.sub(r"\x1b\[[0-9;]*m", "", shown).split("\n"))) <= 80
+    seen, expected = (
+        [re.sub(r"\s", "", "|".join(map(str, match.groups()))) for match in marks.finditer(text)]
+        for text, marks in ((shown, ON_TERMINAL), (out, IN_FILE))
+    )
+    assert seen == expected
+    run_args(parse_args([*arguments, "--json"]))
+    drafting = json.loads(capsys.readouterr().out)["speculative"]
+    num_corrected = sum(match["corrected"] is not None for match in IN_FILE.finditer(out))
+    assert 0 < num_corrected <= drafting["rounds"]
+    assert 0 < len(expected) - num_corrected <= drafting["accepted"]
 
 
 @pytest.mark.parametrize(
