@@ -69,7 +69,7 @@ class Contender:
         options = {
             "dtype": getattr(torch, dtype),
             "quantize": scheme_of(format),
-            "head": scheme_of(format),
+            "head_scheme": scheme_of(format),
         }
         self.model = pack_model(random_model(config_from_hf(hf), **options))
         compile_prompts = compile and not eager_prompts

@@ -61,7 +61,7 @@ def batch(rows: list[list[TokenRecord]], ks: list[int], seconds: float) -> Timin
 def engine(k: int = 3) -> SimpleNamespace:
     return SimpleNamespace(
         has_drafter=True,
-        is_bit_exact=True,
+        identical=True,
         drafter=True,
         models=[torch.nn.Linear(2, 2)],
         speculate_k=k,
