@@ -91,6 +91,7 @@ from decoding.state import State
 from decoding.statistics import Timing, TokenRecord
 from drafts.dflash import DFlash, DFlashDraft, DFlashModel
 from drafts.eagle import Eagle, EagleDraft, EagleModel
+from drafts.hybrid import HybridDraft
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft, pard_token
 from drafts.suffix import SuffixDraft
@@ -166,6 +167,8 @@ CASES = (
     Case("EAGLE-3 of 40 tokens, K 5, T 1.5", "eagle:40", 5, HOT),
     Case("DFlash, K 5, T 3", "dflash", 5, Sampling(3)),  # so hot that a random draft is often right
     Case("DFlash, K 3, T 3 top-k", "dflash", 3, Sampling(3, top_k=30)),
+    Case("DSpark, K 4, T 3", "dspark", 4, Sampling(3)),
+    Case("suffix or model, K 3", "hybrid", 3, Sampling(1)),
     Case("model with other tokens, K 5, min-p", "shared", 5, MIN_P),
     Case("demo with its PARD draft, K 5, T 0.8", "demo-pard", 5, Sampling(0.8), "demo", 0.5),
     Case("demo with suffix drafts, K 5, T 0.6", "suffix", 5, Sampling(0.6), "demo", 0.5),
@@ -183,6 +186,7 @@ CASES = (
     Case("come and go: ngram 1, K 5", "ngram:1", 5, COOL, share=0.5, slots=4),
     Case("come and go: suffix, K 5", "suffix", 5, COOL, share=0.5, slots=4),
     Case("come and go: demo with suffix drafts, K 3", "suffix", 3, COOL, "demo", 0.2, 4),
+    Case("come and go: suffix or model, K 3", "hybrid", 3, COOL, share=0.5, slots=4),
     Case(
         "come and go: DFlash, K 3",
         "dflash",
@@ -205,6 +209,8 @@ BLOCKS = (
     "PARD, K 5",
     "EAGLE-3 of 40 tokens, K 5, T 1.5",
     "DFlash, K 5, T 3",
+    "DSpark, K 4, T 3",
+    "suffix or model, K 3",
     "model with other tokens, K 5, min-p",
     "demo pair, K 5, T 0.8",
 )
@@ -277,11 +283,12 @@ def random_eagle(target: Transformer, tokens: int, seed: int = 5) -> EagleModel:
     return model.requires_grad_(False).eval()
 
 
-def random_dflash(target: Transformer, seed: int = 5) -> DFlashModel:
+def random_dflash(target: Transformer, seed: int = 5, **changes) -> DFlashModel:
     """A DFlash draft of two layers and blocks of 6, whose mask is the target's last token."""
     fields = {"n_layers": 2, "windows": (), "qk_norm": "heads"}
     config = dataclasses.replace(target.config, **fields)
-    model = DFlashModel(config, DFlash(6, config.vocab_size - 1, (0, target.config.n_layers - 2)))
+    dflash = DFlash(6, config.vocab_size - 1, (0, target.config.n_layers - 2), **changes)
+    model = DFlashModel(config, dflash)
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         if weight.dim() > 1:
@@ -306,6 +313,10 @@ def drafter_of(name: str, model: Transformer) -> Drafter:
         return EagleDraft(random_eagle(model, int(rest or model.config.vocab_size)))
     if kind == "dflash":
         return DFlashDraft(random_dflash(model))
+    if kind == "dspark":
+        return DFlashDraft(random_dflash(model, is_deepspec=True, markov_rank=4))
+    if kind == "hybrid":
+        return HybridDraft(ModelDraft(disturbed(model, 0.1)))
     if kind.endswith("shared"):  # under other ids, and some of the target's tokens are missing
         V = model.config.vocab_size
         draft, ids = one_more_token(disturbed(model, 0.1)), torch.arange(V).roll(5)
