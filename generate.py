@@ -70,7 +70,7 @@ def decode(
     for length in range(len(prompt), max_length):
         # Longrope rotates by one set of frequencies up to its original context, and by another set
         # when the text is longer: it asks for the text's last position.
-        caches.max_positions.fill_(length - 1)
+        caches.last_positions.fill_(length - 1)
         if model.config.rope_long and length == model.config.rope_original_length + 1:
             # All keys were rotated by the first set: recompute them, once.
             pos = torch.arange(length, device=device)

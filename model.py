@@ -140,23 +140,23 @@ class Rope(nn.Module):
         self.make_tables(self.inv_freq.device)
         return self
 
-    def by_type(self, pos: Tensor, max_positions: Tensor | None = None) -> dict:
+    def by_type(self, pos: Tensor, last_positions: Tensor | None = None) -> dict:
         """Rope type, as in Config.rope_types -> the result of `forward`, or None."""
-        rope_by_type = {None: None, 0: self(pos, max_positions)}
+        rope_by_type = {None: None, 0: self(pos, last_positions)}
         if self.local_inv_freq is not None:
             rope_by_type[1] = self.rotation(pos, self.local_inv_freq, 1.0)
         return rope_by_type
 
-    def forward(self, pos: Tensor, max_positions: Tensor | None = None) -> tuple[Tensor, ...]:
+    def forward(self, pos: Tensor, last_positions: Tensor | None = None) -> tuple[Tensor, ...]:
         """pos (B, T) int -> cos, sin (B, 1, T, n) float32 of n pairs, and the queries' scale (B, 1,
-        T, 1) where the config has one. max_positions (B or more,): the last position of each
+        T, 1) where the config has one. last_positions (B or more,): the last position of each
         row's text, by default its last in pos. Longrope has frequencies for long texts, and takes
         them where that position is beyond the original context."""
         inv_freq = self.inv_freq
         if self.long_inv_freq is not None:
-            if max_positions is None:
-                max_positions = pos.amax(1)
-            is_long = max_positions[: len(pos)] >= self.config.rope_original_length  # (B,)
+            if last_positions is None:
+                last_positions = pos.amax(1)
+            is_long = last_positions[: len(pos)] >= self.config.rope_original_length  # (B,)
             is_long = is_long[:, None, None, None]
             inv_freq = torch.where(is_long, self.long_inv_freq, inv_freq)  # (B, 1, 1, n)
         return self.rotation(pos, inv_freq, self.config.rope_attention_factor)
@@ -325,7 +325,7 @@ class Caches(NamedTuple):
     key_block: int = 1  # the keys of a window are gathered in whole blocks of this many
     # Layer, or the number of layers -> recorder of what enters it.
     aux_hidden_states: Mapping[int, nn.Module] = {}
-    max_positions: Tensor | None = None  # (B or more,) of each row's text, for longrope: see Rope
+    last_positions: Tensor | None = None  # (B or more,) of each row's text, for longrope: see Rope
 
     def slice_to(self, length: int) -> Caches:
         """Attend to positions < `length` only. The length is the size of key_pos, and no number,
@@ -338,7 +338,7 @@ class Caches(NamedTuple):
         return self._replace(
             layers=tuple(row_view(layer, begin, end) for layer in self.layers),
             aux_hidden_states={layer: row_view(states, begin, end) for layer, states in aux},
-            max_positions=self.max_positions[begin:end],
+            last_positions=self.last_positions[begin:end],
         )
 
     def record(
@@ -730,8 +730,8 @@ class Transformer(nn.Module):
                 cache = cache_type(batch_size, G, max_seq_length, E, weight.dtype, weight.device)
                 layers.append(cache)
             key_pos = torch.arange(max_seq_length, device=weight.device)
-            max_positions = key_pos[-1:].repeat(batch_size)
-        return Caches(tuple(layers), key_pos, max_positions=max_positions)
+            last_positions = key_pos[-1:].repeat(batch_size)
+        return Caches(tuple(layers), key_pos, last_positions=last_positions)
 
     def visible_by_window(
         self,
@@ -770,7 +770,7 @@ class Transformer(nn.Module):
         visible_by_window = self.visible_by_window(pos, caches, x.dtype)
         if caches is None:
             caches = Caches((None,) * len(self.layers), key_pos=pos)
-        rope_by_type = self.rope.by_type(pos, caches.max_positions)
+        rope_by_type = self.rope.by_type(pos, caches.last_positions)
         for i, layer in enumerate(self.layers):
             caches.record(i, x, pos)
             rope = rope_by_type[self.rope_types[i]]

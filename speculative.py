@@ -628,7 +628,7 @@ class DraftLength:
         if self.fixed is not None:
             return self.fixed
         if None not in expected:
-            return self.best_of(expected)[1]
+            return self.best_for(expected)[0]
         k, gain = self.best()
         if gain >= MIN_GAIN * self.costs.speedup(0, 0.0):
             self.patience = self.num_steps_to_probe = PROBE_AFTER
@@ -645,15 +645,16 @@ class DraftLength:
         """K with the largest expected speed-up by the acceptance so far, and that speed-up."""
         return self.costs.best(self.alpha, self.draft_share)
 
-    def best_of(
+    def best_for(
         self, expected: Sequence[list[float]], runs_model: bool = True
-    ) -> tuple[float, int]:
-        """The largest gain by what is expected of each row, and its K. A round has to gain more
-        than a plain step."""
+    ) -> tuple[int, float]:
+        """K with the largest gain by what is expected of each row, and that gain. A round has to
+        gain more than a plain step."""
         gains = []
         for k in (0, *self.costs.verify_s):
             num_drafted = sum(sum(row[:k]) for row in expected)
             cost = self.costs.round(k, runs_model) * (MIN_GAIN if k else 1.0)
             gain = (1 + num_drafted / len(expected)) / cost
             gains.append((gain, k))
-        return max(gains)
+        gain, k = max(gains)
+        return k, gain

@@ -205,7 +205,7 @@ class Engine:
                 options,
                 self.model.config.vocab_size,
             )
-        self.runner.set_max_positions(self.state.max_positions)
+        self.runner.set_last_positions(self.state.last_positions)
         # Is greedy output bitwise equal regardless of the drafter and of what else is in the batch?
         num_rows = self.batch_size * (self.max_k + 1)
         has_invariant_rows = num_rows <= batch_invariant_rows(self.model)

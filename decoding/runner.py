@@ -62,9 +62,9 @@ class ModelRunner:
         self.uses_cuda_graphs = compile and self.device.type == "cuda"
         self.hidden = model.hidden if compile_prompts is None else compile_prompts(model.hidden)
 
-    def set_max_positions(self, max_positions: Tensor) -> None:
+    def set_last_positions(self, last_positions: Tensor) -> None:
         """Let longrope read the last position of each row's text from this tensor, (B,) int."""
-        self.caches = self.caches._replace(max_positions=max_positions)
+        self.caches = self.caches._replace(last_positions=last_positions)
 
     def for_draft(
         self, model: Transformer, on_layers: Sequence[int] | None = None, num_scratch: int = 0
@@ -79,7 +79,7 @@ class ModelRunner:
         runner = ModelRunner(
             model, self.B, S, slack, self.compile, self.compile_prompts, layers, self.cache_type
         )
-        runner.set_max_positions(self.caches.max_positions)
+        runner.set_last_positions(self.caches.last_positions)
         return runner
 
     def row_view(self, begin: int, end: int) -> "ModelRunner":

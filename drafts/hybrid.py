@@ -53,7 +53,7 @@ class HybridDraft(SuffixDraft):
         expected = self.expect(requests, unread)
         can_run = [row is None for row in self.model_draft.expect(requests, unread)]
         if draft_length.fixed is None:
-            gain, k = draft_length.best_of(expected, runs_model=False)
+            k, gain = draft_length.best_for(expected, runs_model=False)
             takes_model = any(can_run) and (k == 0 or gain < draft_length.best()[1])
         else:
             k = draft_length.fixed if any(expected) else 0
