@@ -46,7 +46,7 @@ def noise(monkeypatch):
 def test_a_compilation_leaves_one_line(is_terminal, monkeypatch, noise):
     monkeypatch.setattr(sys, "stderr", Stream(is_terminal))
     engine = types.SimpleNamespace(compile=True, batch_size=2, runs_rounds=False, warm_up=complain)
-    warm_up(engine, Sampling(0), 1, ["greedy", "plain"])
+    warm_up(engine, Sampling(0), ["greedy", "plain"])
     lines = [f"compiled the {path} step for batch 2 in 1.2 s\n" for path in ("greedy", "plain")]
     text = sys.stderr.getvalue()
     if is_terminal:  # each line replaces the one about the compilation
