@@ -7,14 +7,14 @@ benchmarks.real [PART …]`.
             quiet machine
     start   `python generate.py --compile` with filled compile caches, until its first byte of text
     spec    drafting by prompt lookup, a part of the layers, a quantized self, and drafts trained
-            for the model, each named by its folder (--distilled, --pard, --eagle3, --dflash; greedy
-            and at temperature 1): speed-up over plain decoding, acceptance, and the speed-up that
-            both predict; llama.cpp's own prompt lookup
+            for the model, each named by its folder (--distilled, --pard, --eagle3, --dflash,
+            --dspark; greedy and at temperature 1): speed-up over plain decoding, acceptance, and
+            the speed-up that both predict; llama.cpp's own prompt lookup
     best    the Q4_1 file with each of these drafts, over plain decoding of the BF16 file
     repeats plain decoding, ngram and suffix drafts with K = auto on copies, code edits, a second
-    edit of the same
-            files, chats and stories: each prompt once, because a suffix draft would know its answer
-            the second time
+            edit of the same files, chats, stories and quotes: each prompt once, because a suffix
+            draft would know its answer the second time. With --hybrid DIR also that draft folder
+            and the hybrid suffix,DIR, over the better of its two
     clients tokens/s of eight clients, and a newcomer's time to the first token (clients.py)
 
 A worker runs generate.py's `main` with requests from a pipe in place of a chat; `busy` and `start`
@@ -32,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -56,6 +56,7 @@ CONTEXT = 512
 
 # Measured are answers to `questions`, second copies of `passages`, edits of files, and stories.
 PROMPTS = json.loads((ROOT / "benchmarks" / "prompts.json").read_text())
+QUOTE = "Quote the most important sentence of this text, and explain why you chose it:"
 
 
 class Draft(NamedTuple):
@@ -75,6 +76,7 @@ DRAFTS = {
     "pard": Draft(TRAINED),
     "eagle3": Draft((*TRAINED[:-1], "2")),
     "dflash": Draft(TRAINED),
+    "dspark": Draft(TRAINED),
     "eagle3.int8": Draft((*TRAINED[:-1], "3", "--draft_quantize", "int8")),
     "eagle3.q4_1": Draft((*TRAINED[:-1], "2"), targets_bf16=False),
     "pard.k2": Draft((*TRAINED[:-1], "2")),
@@ -82,7 +84,7 @@ DRAFTS = {
     "untrained.ngram": Draft(("--draft", "ngram", "--speculate_k", "5")),
     "untrained.layers": Draft(("--draft", "layers:0-2,27-29", "--speculate_k", "5")),
 }
-FOLDERS = ("distilled", "pard", "eagle3", "dflash")
+FOLDERS = ("distilled", "pard", "eagle3", "dflash", "dspark")
 # tokens that llama.cpp's binding looks up: its advice for a CPU, our K, its default
 LOOKUPS = (2, 5, 10)
 THEORY = ("c", "v", "predicted_speedup")  # keys of a report that go into notes
@@ -168,8 +170,12 @@ def answers_of(
         close(workers)
 
 
+def decode_rate(answer: dict) -> float:
+    return answer["decode_tok_s"]
+
+
 def rates(answers: list[dict]) -> list[float]:
-    return [answer["decode_tok_s"] for answer in answers]
+    return [decode_rate(answer) for answer in answers]
 
 
 def over(answers: list[dict], others: list[dict]) -> list[float]:
@@ -200,7 +206,7 @@ def copies(tokenizer, args: argparse.Namespace) -> list[dict]:
 
 
 def repeats(tokenizer, args: argparse.Namespace) -> dict[str, list[dict]]:
-    """Requests by kind of text, from copies to stories."""
+    """Requests by kind of text, from copies to quotes."""
     first_tasks, second_tasks = (
         [f"{edit['tasks'][i]}\n\n```python\n{edit['file']}```" for edit in PROMPTS["edits"]]
         for i in (0, 1)
@@ -215,6 +221,10 @@ def repeats(tokenizer, args: argparse.Namespace) -> dict[str, list[dict]]:
             conversation_ids(tokenizer, [{"role": "user", "content": text}]) for text in texts
         ]
     prompts["story"] = [tokenizer.encode(opening) for opening in PROMPTS["openings"]]
+    prompts["quote"] = [
+        conversation_ids(tokenizer, [{"role": "user", "content": f"{QUOTE}\n\n{passage}"}])
+        for passage in PROMPTS["passages"]
+    ]
     common = {"method": "generate", "new": args.new, "stop_ids": sorted(tokenizer.stop_ids)}
     return {
         kind: [common | {"ids": ids} for ids in kind_prompts]
@@ -383,17 +393,18 @@ def measure_best(args: argparse.Namespace) -> list[dict]:
 
 
 def measure_repeats(args: argparse.Namespace) -> list[dict]:
-    """Every prompt once, answered by three workers in turn, after an uncounted request about
-    another text."""
-    tokenizer, rows = load_tokenizer(args.checkpoint), []
-    flags = {"plain": (), "ngram": ("--draft", "ngram"), "suffix": ("--draft", "suffix")}
-    workers = {
-        name: quickdraft(
-            args.checkpoint, args.compiled, *draft, *("--speculate_k", "auto")[: len(draft)]
-        )
-        for name, draft in flags.items()
-    }
+    """Every prompt once, answered by all workers in turn, after an uncounted request about another
+    text."""
+    tokenizer = load_tokenizer(args.checkpoint)
+    drafts = {"ngram": ("--draft", "ngram"), "suffix": ("--draft", "suffix")}
+    if args.hybrid:
+        drafts["model"] = ("--draft_checkpoint", str(args.hybrid))
+        drafts["hybrid"] = ("--draft", f"suffix,{args.hybrid}")
+    workers = {"plain": quickdraft(args.checkpoint, args.compiled)}
+    for name, flags in drafts.items():
+        workers[name] = quickdraft(args.checkpoint, args.compiled, *flags, "--speculate_k", "auto")
     warm_up = {"method": "generate", "ids": tokenizer.encode("1 2 3 4 5"), "new": 8}
+    rows = []
     try:
         for worker in workers.values():
             worker.call(**warm_up)
@@ -402,26 +413,57 @@ def measure_repeats(args: argparse.Namespace) -> list[dict]:
             for request in requests:
                 for name, worker in workers.items():
                     answers[name].append(worker.call(**request))
-            for name in ("ngram", "suffix"):
-                reports = [answer["speculative"] for answer in answers[name]]
-                drafted, accepted = (
-                    sum(report[key] for report in reports) for key in ("drafted", "accepted")
-                )
-                shown_flags = f"--draft {name}; {drafted} proposed, {accepted} accepted; greedy"
-                pair = {"plain": answers["plain"], "drafted": answers[name]}
-                rows += drafted_rows(f"smollm2.repeats.{kind}.{name}", pair, shown_flags)
+            for name, flags in drafts.items():
+                shown_flags = " ".join(flags).replace(str(args.hybrid), "DIR")
+                rows += repeats_rows(f"smollm2.repeats.{kind}.{name}", answers, name, shown_flags)
             ratio = over(answers["suffix"], answers["ngram"])
-            rows.append(
-                row(
-                    f"smollm2.repeats.{kind}.suffix_over_ngram",
-                    ratio,
-                    "ratio",
-                    "both with K = auto, greedy",
-                )
-            )
+            id = f"smollm2.repeats.{kind}.suffix_over_ngram"
+            rows.append(row(id, ratio, "ratio", "both with K = auto, greedy"))
+            if args.hybrid:
+                rows += hybrid_rows(f"smollm2.hybrid.{kind}", answers)
     finally:
         close(workers)
     return rows
+
+
+def repeats_rows(
+    id: str, answers: dict[str, list[dict]], name: str, shown_flags: str
+) -> list[dict]:
+    """`drafted_rows` of the drafter of this name, with how much it proposed."""
+    reports = [answer["speculative"] for answer in answers[name]]
+    drafted = sum(report["drafted"] for report in reports)
+    accepted = sum(report["accepted"] for report in reports)
+    pair = {"plain": answers["plain"], "drafted": answers[name]}
+    note = f"{shown_flags}; {drafted} proposed, {accepted} accepted; greedy"
+    return drafted_rows(id, pair, note)
+
+
+def hybrid_rows(id: str, answers: dict[str, list[dict]]) -> list[dict]:
+    """The hybrid's tokens/s, and its tokens a round, over those of the better of its two."""
+    figures = {"vs_best": decode_rate, "tokens_vs_best": tokens_per_round}
+    rows = []
+    for name, figure in figures.items():
+        best, ratio = over_best(answers, figure)
+        note = f"--draft suffix,DIR over {best}, the better of its two; K = auto, greedy"
+        rows.append(row(f"{id}.{name}", ratio, "ratio", note))
+    return rows
+
+
+def over_best(
+    answers: dict[str, list[dict]], figure: Callable[[dict], float]
+) -> tuple[str, list[float]]:
+    """The drafter, suffix or model, with the larger median of this figure, and the hybrid's figures
+    over that drafter's, answer by answer. Choosing anew for each answer would choose noise."""
+    figures = {}
+    for name in ("suffix", "model", "hybrid"):
+        figures[name] = [figure(answer) for answer in answers[name]]
+    best = max(("suffix", "model"), key=lambda name: statistics.median(figures[name]))
+    return best, ratios(figures["hybrid"], figures[best])
+
+
+def tokens_per_round(answer: dict) -> float:
+    """1 for an answer of a single token, which has no round."""
+    return answer["speculative"]["tokens_per_round"] or 1.0
 
 
 def drafted_rows(name: str, answers: dict[str, list[dict]], flags: str) -> list[dict]:
@@ -510,6 +552,12 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
             metavar="DIR",
             help=f"the {kind} draft; spec measures it only with this flag",
         )
+    add(
+        "--hybrid",
+        type=Path,
+        metavar="DIR",
+        help="the draft that repeats measures alone and as suffix,DIR; default: neither",
+    )
     add(
         "--kinds",
         nargs="+",

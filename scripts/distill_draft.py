@@ -5,8 +5,8 @@
 
     measure_costs, predict          c and v of this pair on this machine; the speed-up that a
                                     measured alpha predicts
-    add_gradients, acceptance       KL(target || draft) of a window; alpha by position on held-out
-                                    text
+    add_gradients, acceptance       the loss of a window, KL(target || draft) for most kinds; alpha
+                                    by position on held-out text
     Run, train, export              the training state, the loop for all kinds, the folder --output
 
 draft_kinds.py has the kinds of drafts, draft_start.py their sizes and first weights, draft_text.py
@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
@@ -169,9 +168,9 @@ def blocks(target: Transformer, h: Tensor, at: Tensor) -> Iterator[tuple[Tensor,
 def add_gradients(
     kind: Kind, draft: Transformer, target: Transformer, rows: Tensor, seed: int = 1
 ) -> float:
-    """Add the gradients of KL(target || draft), and return it: the mean over the draft's states for
-    rows (B, T + 1) whose next token is not hidden, weighted by position in a draft. The sum over
-    tokens takes those that the kind drafts. Logits exist for one block at a time."""
+    """Add the gradients of the kind's loss, and return it: the mean over the draft's states for
+    rows (B, T + 1) whose next token is not hidden, weighted by position in a draft. The loss reads
+    the tokens that the kind drafts. Logits exist for one block at a time."""
     h, drafted = kind.states(draft, target, ids_of(rows[:, :-1]), seed)
     states = drafted.states.detach()
     is_learned = rows[:, drafted.at + 1] >= 0  # (B, N)
@@ -183,8 +182,7 @@ def add_gradients(
         log_p = kind.select(logits.log_softmax(-1))  # (B, n, V of the draft)
         leaf = states[:, indices].requires_grad_()
         log_q = kind.logits(draft, leaf).log_softmax(-1)
-        losses = F.kl_div(log_q, log_p[:, positions], log_target=True, reduction="none")
-        losses = losses.sum(-1) * weights[:, indices]  # (B, c)
+        losses = kind.losses(log_p[:, positions], log_q) * weights[:, indices]  # (B, c)
         loss = losses.sum() / count
         loss.backward()
         gradient[:, indices] = leaf.grad

@@ -1,14 +1,16 @@
 """The kinds of drafts that scripts.distill_draft trains.
 
-    Kind, Pard, Eagle3, DFlash      a kind: its config.json, its model, its states over a row, its
-                                    drafter, its folder
+    Kind, Pard, Eagle3, DFlash,     a kind: its config.json, its model, its states over a row, its
+    DSpark                          loss, its drafter, its folder
     Drafted                         states of a draft, and the positions whose next-token
                                     distributions they learn
 
 A draft learns on the text's tokens instead of its own drafted ones. PARD learns masks after random
 positions, about as many masks as tokens (COD, arXiv:2504.18583). EAGLE-3 learns steps that continue
 its own states (training-time test, arXiv:2503.01840). DFlash learns blocks at random positions, and
-gives their first tokens the largest weight (arXiv:2602.06036).
+gives their first tokens the largest weight (arXiv:2602.06036). DSpark learns the same blocks with a
+head that reads the token before each position, and mainly the probability of acceptance
+(arXiv:2607.05147).
 """
 
 import contextlib
@@ -32,7 +34,10 @@ from loading.files import save_tensors, write_atomically
 from loading.models import allocate
 from loading.saving import save_model
 from model import AttentionMask, Caches, Config, Transformer, attend
+from scripts.draft_start import embedding_of
 from speculative import Drafter, ModelDraft
+
+MAX_MARKOV_RANK = 256  # of DeepSpec's published drafts
 
 Pairs = list[tuple[Tensor, Tensor]]  # (at, states) of Drafted, by position in a draft
 
@@ -154,6 +159,12 @@ class Kind:
     def select(self, x: Tensor) -> Tensor:
         """x (..., V of the target) -> (..., n), the columns of the tokens that this kind drafts."""
         return x
+
+    def losses(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        """Log-probabilities (B, n, V) of the tokens that this kind drafts, by the target and the
+        draft -> KL(target || draft) (B, n)."""
+        losses = F.kl_div(log_q, log_p, log_target=True, reduction="none")
+        return losses.sum(-1)
 
     def save(self, model: Transformer, folder: Path) -> None:
         save_model(model, folder, self.hf)
@@ -390,31 +401,37 @@ class DFlash(Kind):
     rarest token."""
 
     def __init__(self, hf: dict, target: Config, depth: int):
-        num_layers = hf["num_hidden_layers"]
-        dflash_config = {
-            "mask_token_id": target.vocab_size - 1,
-            "target_layer_ids": default_layer_ids(target.n_layers, max(3, num_layers)),
-        }
         dflash_keys = {
-            "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
             "num_target_layers": target.n_layers,
-            "block_size": depth + 1,
-            "dflash_config": dflash_config,
             "tie_word_embeddings": False,
         }
         super().__init__(hf | dflash_keys, target, depth)
+        num_hidden_states = max(3, hf["num_hidden_layers"])
+        self.hf |= self.layout_keys(default_layer_ids(target.n_layers, num_hidden_states))
         self.dflash, self.config = dflash_of(self.hf, target)
         self.num_positions = depth
         self.aux_layer_ids = tuple(i + 1 for i in self.dflash.target_layer_ids)
         # The paper's weights, with gamma = half a block.
         self.loss_weights = torch.exp(-torch.arange(depth) / ((depth + 1) / 2))
 
+    def layout_keys(self, layer_ids: list[int]) -> dict:
+        """The keys of config.json for a draft that reads the outputs of these layers."""
+        return {
+            "architectures": ["DFlashDraftModel"],
+            "block_size": self.depth + 1,
+            "dflash_config": {
+                "mask_token_id": self.target.vocab_size - 1,
+                "target_layer_ids": layer_ids,
+            },
+        }
+
     def choose_ids(self, tokens: Tensor) -> None:
         counts = self.token_counts(tokens)
         is_rarest = counts == counts.min()
         mask = int(is_rarest.nonzero().max())  # the last of the rarest
-        self.hf["dflash_config"]["mask_token_id"] = mask
+        options = self.hf.get("dflash_config", self.hf)
+        options["mask_token_id"] = mask
         self.dflash = self.dflash._replace(mask=mask)
 
     def new_model(self) -> DFlashModel:
@@ -422,11 +439,7 @@ class DFlash(Kind):
 
     def bind(self, draft: TrainedDFlash, target: Transformer) -> None:
         draft.embeddings = [target.embed]
-        weight = target.norm.weight
-        identity = torch.eye(len(weight)).to(weight)  # (D, D)
-        with torch.no_grad():  # a packed head has no gradients: recover its matrix
-            columns = target.head(identity)  # (D, V)
-        self.head = columns.T.to(weight.dtype)  # (V, D)
+        self.head = head_of(target)  # a packed head has no gradients
 
     def drafter(self, model: DFlashModel) -> Drafter:
         draft = DFlashModel(self.config, self.dflash)
@@ -441,13 +454,13 @@ class DFlash(Kind):
     def pairs(
         self, draft: TrainedDFlash, rows: Tensor, streams: list[Tensor], seed: int | None
     ) -> Pairs:
-        """Blocks that begin at T / (depth + 1) positions. A block sees the context before its
+        """Blocks of W tokens that begin at T / W positions. A block sees the context before its
         begin, and itself."""
         T = rows.size(1)
-        W = self.depth + 1
-        n = max(1, T // W)
-        begin = positions_to_learn(1, T - self.depth, n, seed)  # (n,)
+        W = self.dflash.block_size
+        begin = positions_to_learn(1, T - self.depth, max(1, T // W), seed)  # (n,)
         begin = begin.to(rows.device)
+        n = len(begin)
         offsets = torch.arange(W, device=rows.device)
         pos = begin[:, None] + offsets  # (n, W)
         pos = pos.flatten()  # (n*W,)
@@ -458,15 +471,15 @@ class DFlash(Kind):
         caches = self.cached_context(draft, rows, streams)
         states = draft.block_hidden(tokens, pos, caches)
         states = states.unflatten(1, (n, W))  # (B, n, W, D)
-        _, *mask_states = states.unbind(2)
-        return [(begin + i, states) for i, states in enumerate(mask_states)]
+        drawing_states = states.unbind(2)[W - self.depth :]
+        return [(begin + i, states) for i, states in enumerate(drawing_states)]
 
     def visible_to_blocks(self, begin: Tensor, T: int) -> Tensor:
         """(n*W, T + n*W): the context before a block's begin (n,), and the block itself."""
         device = begin.device
         context_pos = torch.arange(T, device=device)
         block = torch.arange(len(begin), device=device)
-        block = block.repeat_interleave(self.depth + 1)  # (n*W,)
+        block = block.repeat_interleave(self.dflash.block_size)  # (n*W,)
         is_before = context_pos < begin[block, None]  # (n*W, T)
         is_same_block = block == block[:, None]
         return torch.cat((is_before, is_same_block), dim=1)
@@ -485,6 +498,77 @@ class DFlash(Kind):
         write_folder(folder, self.hf, copies_of(model.stored_parts()))
 
 
+def head_of(target: Transformer) -> Tensor:
+    """The matrix (V, D) of the target's head, which may be quantized or packed."""
+    weight = target.norm.weight
+    identity = torch.eye(len(weight)).to(weight)  # (D, D)
+    with torch.no_grad():
+        columns = target.head(identity)  # (D, V)
+    return columns.T.to(weight.dtype)
+
+
+class TrainedDSpark(DFlashModel):
+    """A DSpark draft in training, which attends by `mask` (T, S)."""
+
+    mask: Tensor
+
+    def visible_by_window(self, pos: Tensor, caches, dtype: torch.dtype) -> dict:
+        return visible_by_mask(self, pos, dtype)
+
+
+class DSpark(DFlash):
+    """DeepSpec's layout: a block is a decided token and `depth` - 1 masks. The folder has copies of
+    the target's embedding and head, which are not trained, and no confidence head, because decoding
+    here does not read it."""
+
+    def layout_keys(self, layer_ids: list[int]) -> dict:
+        return {
+            "architectures": ["Qwen3DSparkModel"],
+            "layer_types": ["full_attention"] * self.hf["num_hidden_layers"],
+            "block_size": self.depth,
+            "mask_token_id": self.target.vocab_size - 1,
+            "target_layer_ids": sorted(set(layer_ids)),  # DeepSpec's own model takes no id twice
+            "num_anchors": 512,  # read by DeepSpec's own training alone
+            "markov_rank": min(MAX_MARKOV_RANK, self.target.dim),
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": False,
+        }
+
+    def new_model(self) -> DFlashModel:
+        draft = TrainedDSpark(self.config, self.dflash)
+        draft.embed.requires_grad_(False)
+        draft.lm_head.requires_grad_(False)
+        return draft
+
+    @torch.no_grad()
+    def bind(self, draft: TrainedDSpark, target: Transformer) -> None:
+        draft.embed.weight.copy_(embedding_of(target))
+        draft.lm_head.weight.copy_(head_of(target))
+
+    def pairs(
+        self, draft: TrainedDSpark, rows: Tensor, streams: list[Tensor], seed: int | None
+    ) -> Pairs:
+        """The states (B, n, D + R) are DFlash's, each with the Markov embedding of the token whose
+        successor it draws: the text's, in place of the one drawn before."""
+        pairs = []
+        for at, h in super().pairs(draft, rows, streams, seed):
+            before = draft.markov_head.markov_w1(rows[:, at])  # (B, n, R)
+            pairs.append((at, torch.cat((h, before), dim=-1)))
+        return pairs
+
+    def logits(self, draft: TrainedDSpark, states: Tensor) -> Tensor:
+        h, before = states.split((self.config.dim, self.dflash.markov_rank), dim=-1)
+        with training_autocast(draft):
+            return draft.head(h) + draft.markov_head.markov_w2(before)
+
+    def losses(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        """DeepSpec's weights: 0.9 for the L1 distance of the distributions, which is twice the
+        probability of rejection, and 0.1 for cross-entropy. KL(target || draft) stands for the
+        latter: over text that the target writes, both have the same mean gradient."""
+        distance = (log_p.exp() - log_q.exp()).abs().sum(-1)
+        return 0.9 * distance + 0.1 * super().losses(log_p, log_q)
+
+
 def default_layer_ids(n_target: int, n_draft: int) -> list[int]:
     """The target's middle layer for a draft of one layer, else n_draft layers, evenly from 1 to
     n_target - 3."""
@@ -493,7 +577,7 @@ def default_layer_ids(n_target: int, n_draft: int) -> list[int]:
     return [round(1 + i * (n_target - 4) / (n_draft - 1)) for i in range(n_draft)]
 
 
-KINDS = {"model": Kind, "pard": Pard, "eagle3": Eagle3, "dflash": DFlash}
+KINDS = {"model": Kind, "pard": Pard, "eagle3": Eagle3, "dflash": DFlash, "dspark": DSpark}
 
 
 def tokens_per_round(alphas: Sequence[float], k: int) -> float:

@@ -59,7 +59,7 @@ def check_sizes(args, config: Config) -> None:
             f"--draft_vocab {args.draft_vocab} is for --kind eagle3; --kind {args.kind} has all"
             " tokens"
         )
-    if args.kind in ("eagle3", "dflash"):
+    if args.kind in ("eagle3", "dflash", "dspark"):
         set_sizes_of_target(args, config)
     if args.from_layers:
         set_sizes_of_layers(args, config)
@@ -70,7 +70,7 @@ def check_sizes(args, config: Config) -> None:
 
 
 def set_sizes_of_target(args, config: Config) -> None:
-    """EAGLE-3 and DFlash read the target's states, so they have its dimension."""
+    """EAGLE-3, DFlash and DSpark read the target's states, so they have its dimension."""
     has_other_dim = args.dim not in (None, config.dim)
     is_deeper = args.kind == "eagle3" and args.layers not in (None, 1)
     if is_deeper or has_other_dim or args.project:

@@ -15,7 +15,8 @@ from weights.schemes import HEAD_HELP, SCHEMES
 
 # Perplexity scores at most this many positions at once; longer windows run in smaller batches.
 MAX_POSITIONS = 2**13
-DRAFT_KINDS = ("model", "pard", "eagle3", "dflash")  # scripts/draft_kinds.py has their classes
+# scripts/draft_kinds.py has their classes.
+DRAFT_KINDS = ("model", "pard", "eagle3", "dflash", "dspark")
 
 
 class CompareOptions(NamedTuple):
@@ -195,12 +196,12 @@ def distill_draft_args(argv: Sequence[str] | None = None):
         "--depth",
         type=positive,
         default=5,
-        help="tokens that pard, eagle3 and dflash learn to draft in a round",
+        help="tokens that all kinds but a model learn to draft in a round",
     )
     add(
         "--layers",
         type=positive,
-        help="of a model or pard, without --from_layers, or of dflash (default: 1)",
+        help="of a model or pard, without --from_layers, or of dflash or dspark (default: 1)",
     )
     add(
         "--from_layers",
@@ -216,7 +217,7 @@ def distill_draft_args(argv: Sequence[str] | None = None):
     add(
         "--dim",
         type=positive,
-        help="hidden size of a model or pard; eagle3 and dflash have the target's",
+        help="hidden size of a model or pard; the other kinds have the target's",
     )
     add(
         "--heads",

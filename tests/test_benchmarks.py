@@ -274,6 +274,7 @@ def workers(monkeypatch):
         "program": Scripted([8.0, 2.0, 8.0, 4.0, 10.0, 6.0]),  # quiet, busy, quiet, …
     }
     named = {"ngram": "ngram", "suffix": "suffix", str(DEMO.with_name("demo-draft")): "demo-draft"}
+    found["named"] = named
     monkeypatch.setattr(
         real,
         "quickdraft",
@@ -419,13 +420,39 @@ def test_prompts_that_repeat_are_answered_once_by_all(workers, tmp_path, monkeyp
         )
     rows = measured(tmp_path, monkeypatch, "repeats")
     kinds = {id.split(".")[2] for id in rows}
-    assert kinds == {"copy", "edit", "edit_again", "chat", "story"}
+    assert kinds == {"copy", "edit", "edit_again", "chat", "story", "quote"}
     assert rows["smollm2.repeats.copy.suffix_over_ngram"]["value"] == 1
     assert rows["smollm2.repeats.copy.suffix.speedup"]["max"] == 2, "4 over 2, 8 over 4, 6 over 9"
     remark = rows["smollm2.repeats.copy.suffix.speedup"]["note"]
     assert remark.startswith("--draft suffix; 24 proposed, 12 accepted; greedy, K = auto")
     sent = [tuple(request["ids"]) for request in workers["suffix"].requests]
-    assert len(set(sent)) == len(sent) == 25 and workers["suffix"].closed
+    assert len(set(sent)) == len(sent) == 28 and workers["suffix"].closed
+
+
+def test_a_hybrid_is_compared_with_the_better_of_its_two(workers, tmp_path, monkeypatch):
+    """The better one by the median, of speed and of tokens a round each: here the model has the
+    speed and the suffixes the tokens. The folder's path is not published."""
+    draft = str(DEMO.with_name("demo-draft"))
+    hybrid = f"suffix,{draft}"
+    figures = {"ngram": (9.0, 9.0), "suffix": (4.0, 3.0), "demo-draft": (5.0, 2.0)}
+    figures[hybrid] = (6.0, 2.7)
+    workers["named"][hybrid] = hybrid
+    for name, (speed, tokens) in figures.items():
+        stats = report(k="auto", drafted=8, accepted=4, tokens_per_round=tokens)
+        workers[name] = Scripted([speed], first=speed, speculative=stats)
+    rows = measured(tmp_path, monkeypatch, "repeats", "--hybrid", draft)
+    for kind in ("copy", "edit", "edit_again", "chat", "story", "quote"):
+        speed = rows[f"smollm2.hybrid.{kind}.vs_best"]
+        assert speed["value"] == 1.2 and "over model, " in speed["note"]
+        length = rows[f"smollm2.hybrid.{kind}.tokens_vs_best"]
+        assert length["value"] == 0.9 and "over suffix, " in length["note"]
+        note = rows[f"smollm2.repeats.{kind}.hybrid.speedup"]["note"]
+        assert note.startswith("--draft suffix,DIR; ")
+        note = rows[f"smollm2.repeats.{kind}.model.speedup"]["note"]
+        assert note.startswith("--draft_checkpoint DIR; ")
+    assert workers["demo-draft"].closed and workers[hybrid].closed
+    # An answer of one token has no round.
+    assert real.tokens_per_round({"speculative": {"tokens_per_round": None}}) == 1
 
 
 def evaluated(monkeypatch, capsys, *flags: str) -> dict:
