@@ -142,8 +142,9 @@ def has_separate_head(tensors: Mapping[str, object]) -> bool:
     embedding = tensors.get("model.embed_tokens.weight")
     if embedding is None:
         return False  # a quantized head is the embedding too
-    if head is None:
-        return any(name.startswith("lm_head.") for name in tensors)  # a quantized one
+    parts = [name for name in tensors if name.startswith("lm_head.")]
+    if head is None or len(parts) > 1:
+        return bool(parts)  # a quantized one
     shape = head.get_shape()
     if embedding.get_shape() != shape:
         return True
