@@ -203,7 +203,9 @@ def test_pieces_of_two_ranks_are_slices(settings, written):
     config, form, read = checkpoint.Checkpoint(folder).weights
     for rank in range(2):
         ranks = Ranks(rank, 2)
-        model = models.empty_model(config, F32, form.scheme, form.head, ranks, form.overrides)
+        model = models.empty_model(
+            config, F32, form.scheme, form.head_scheme, ranks, form.overrides
+        )
         model = models.allocate(model, "cpu")
         models.load_parameters(model, [name for name, _ in model.named_parameters()], read, ranks)
         for name, linear in named_linears(model):

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from loading.families import family_of
-from loading.quantization import is_mlx
 from loading.quantized import floats
 from loading.quantized.floats import Fp8, Int8Rows, Renamed, Table4
 from loading.quantized.layouts import Awq, Gptq, Layout, PackQuantized
@@ -105,9 +104,7 @@ def find_layouts(hf: dict) -> Layouts | None:
     """The Layouts of a config.json's quantization_config, None for gpt-oss's MXFP4, which
     is ours. ValueError for unsupported settings."""
     settings = hf.get(ENTRY)
-    if is_mlx(hf):
-        settings = hf["quantization"] | {"quant_method": "mlx"}
-    elif is_mxfp4(hf):
+    if is_mxfp4(hf):
         return None
     if not isinstance(settings, dict):
         raise ValueError(f"config.json: {ENTRY} = {settings!r} is not supported")
