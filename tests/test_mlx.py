@@ -278,10 +278,14 @@ def test_modules_may_have_settings_of_their_own(tmp_path, capsys):
     assert "2 matrices whose parts have several schemes load as plain" in capsys.readouterr().err
 
 
-def test_a_wrapped_text_model_and_its_stored_head(folder_of, tmp_path):
-    """Gemma 3 as MLX's programs write it: settings stand under the wrapper's names, which the
-    tensors have too, and some store the tied head again."""
-    hf = config_json(folder_of("gemma-3"))
+@pytest.mark.parametrize(
+    "wrapper, text", [("gemma3", "gemma-3"), ("qwen3_vl", "qwen3-vl"), ("qwen2_5_vl", "qwen2.5-vl")]
+)
+def test_a_wrapped_text_model_and_its_stored_head(wrapper, text, folder_of, tmp_path):
+    """As MLX's programs write them: settings stand under the wrapper's names, which the tensors
+    have too, and some store the tied head again."""
+    hf = config_json(folder_of(text))
+    hf = hf.get("text_config", hf) | {"tie_word_embeddings": True}
     lead = "language_model.model.layers.{}.{}"
     settings = {
         "group_size": 32,
@@ -295,10 +299,11 @@ def test_a_wrapped_text_model_and_its_stored_head(folder_of, tmp_path):
     stored = load_file(tmp_path / "model.safetensors")
     parts = {part: stored[f"language_model.model.embed_tokens.{part}"] for part in PARTS}
     head = {f"language_model.lm_head.{part}": value.clone() for part, value in parts.items()}
-    save_file(stored | head, tmp_path / "model.safetensors")
+    tower = {"vision_tower.patch_embed.proj.weight": torch.ones(2, 2)}
+    save_file(stored | head | tower, tmp_path / "model.safetensors")
     both = {"quantization": settings, "quantization_config": settings}
     settings["language_model.lm_head"] = settings["language_model.model.embed_tokens"]
-    outer = {"model_type": "gemma3", "text_config": hf} | both
+    outer = {"model_type": wrapper, "text_config": hf} | both
     (tmp_path / "config.json").write_text(json.dumps(outer))
     model = load_model(tmp_path, dtype=F32)
     weights = {name.removeprefix("language_model."): weight for name, weight in weights.items()}
