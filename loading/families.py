@@ -525,6 +525,7 @@ FAMILIES = {
             names=GGUF_FFN_NORM,
             norm_topk_prob=False,
             expert_names={"num_local_experts": "n_routed_experts"},
+            keys={"expert_gating_func": (2, 0)},  # sigmoid, or unsaid
         ),
     ),
     "glm": Family(**GLM, names=MERGED_FFN),

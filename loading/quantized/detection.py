@@ -37,9 +37,8 @@ class Layouts(NamedTuple):
 
     settings: dict
     read: Callable[[dict], AnyLayout]
-    # The settings of a module, by its Hugging Face names.
-    override: Callable[[dict, list[str]], dict] = lambda settings, names: settings
-    prefixes: Mapping[str, str] = {}  # families.Family's
+    override: Callable[[dict, list[str]], dict]  # the settings of a module, by its names
+    prefixes: Mapping[str, str]  # families.Family's
 
     def of(self, module: str) -> AnyLayout:
         """ValueError for unsupported settings."""
@@ -110,11 +109,10 @@ def find_layouts(hf: dict) -> Layouts | None:
         raise ValueError(f"config.json: {ENTRY} = {settings!r} is not supported")
     check(settings, quant_method=tuple(METHODS))
     method = settings["quant_method"]
-    layouts = Layouts(settings, METHODS[method])
-    if method in OVERRIDES:
-        family = family_of(hf)
-        prefixes = family.prefixes if family else {}
-        layouts = layouts._replace(override=OVERRIDES[method], prefixes=prefixes)
+    family = family_of(hf)
+    prefixes = family.prefixes if family else {}
+    override = OVERRIDES.get(method, lambda settings, names: settings)
+    layouts = Layouts(settings, METHODS[method], override, prefixes)
     layouts.of("")  # refuses the settings of modules that have none of their own
     return layouts
 
