@@ -256,9 +256,8 @@ def compressed_layout(settings: dict) -> Layout | Renamed:
     check(scheme, output_activations=(None,))
     others = settings.get("kv_cache_scheme") or scheme.get("input_activations")
     note = WEIGHTS_ONLY if others else None
-    formats = {"format": scheme.get("format") or settings.get("format")}
-    check(formats, format=("pack-quantized", *RENAMED, *UNPACKED))
-    format = formats["format"]
+    format = scheme.get("format") or settings.get("format")
+    check({"format": format}, format=("pack-quantized", *RENAMED, *UNPACKED))
     if format in RENAMED:
         scheme_name, parts = RENAMED[format]
         return Renamed(scheme_name, parts, note)
