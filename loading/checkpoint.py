@@ -41,7 +41,6 @@ from loading.plain_files import error_prefix, is_gguf, one_line, refuse_lfs_poin
 from loading.quantization import (
     QUICKDRAFT_CONFIG,
     StoredForm,
-    is_mlx,
     max_group,
     read_stored_form,
     resolve_schemes,
@@ -222,8 +221,7 @@ class Checkpoint:
         precision."""
         form = read_stored_form(self.hf, self.path / "config.json")
         quantization_config = self.hf.get("quantization_config") or {}
-        method = "mlx" if is_mlx(self.hf) else quantization_config.get("quant_method")
-        return form.scheme or method
+        return form.scheme or quantization_config.get("quant_method")
 
     def fingerprints(self) -> dict[str, str]:
         """Hashes of config.json, of the tensors and of the adapter.
@@ -272,7 +270,7 @@ def config_of(hf: dict, file: Path) -> Config:
 
 def find_layouts(hf: dict):
     """The Layouts of another program's weights, by config.json; None for plain weights and ours."""
-    if not is_mlx(hf) and hf.get("quantization_config") in (None, {}, QUICKDRAFT_CONFIG):
+    if hf.get("quantization_config") in (None, {}, QUICKDRAFT_CONFIG):
         return None
     from loading.quantized import detection
 

@@ -174,17 +174,17 @@ QWEN2 = {
 }
 # In a text alone, the three positions of a token are equal, and MRoPE is RoPE.
 MROPE = ("mrope_section", "mrope_interleaved")
-QWEN_VL = Family(
-    text_models=("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
-    prefixes={"model.language_model.": "model."},
-    unused=("model.visual.", "visual."),
-)
-# Other wrappers, as published and as transformers 5 saves them.
+# Names in wrappers, as published by their makers and by MLX, and as transformers 5 saves them.
 LANGUAGE_MODEL = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
+QWEN_VL = Family(
+    text_models=("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
+    prefixes=LANGUAGE_MODEL,
+    unused=("model.visual.", "visual.", "vision_tower."),
+)
 VISION_TOWER = (
     "vision_tower.",
     "multi_modal_projector.",
@@ -525,6 +525,7 @@ FAMILIES = {
             names=GGUF_FFN_NORM,
             norm_topk_prob=False,
             expert_names={"num_local_experts": "n_routed_experts"},
+            keys={"expert_gating_func": (2, 0)},  # sigmoid, or unsaid
         ),
     ),
     "glm": Family(**GLM, names=MERGED_FFN),

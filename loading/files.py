@@ -43,9 +43,17 @@ def read_json(file: Path) -> dict:
 
 
 def read_config_json(file: Path) -> dict:
-    """A config.json. ModelOpt writes its quantization_config into a file of its own, or below a key
-    "quantization", and some versions leave its quant_method out."""
+    """A config.json in which other programs' settings of quantization are its quantization_config
+    and name a quant_method.
+
+    MLX writes a key "quantization", which older versions did not repeat. ModelOpt writes a file of
+    its own, or puts the settings below such a key, and some versions leave quant_method out.
+    """
     hf = read_json(file)
+    mlx = hf.get("quantization")
+    if isinstance(mlx, dict) and {"bits", "group_size"} <= mlx.keys():
+        del hf["quantization"]
+        return hf | {"quantization_config": {**mlx, "quant_method": "mlx"}}
     entry = hf.get("quantization_config")
     if entry is None:
         entry = plain_files.read_json(file.with_name("hf_quant_config.json"))
@@ -142,8 +150,9 @@ def has_separate_head(tensors: Mapping[str, object]) -> bool:
     embedding = tensors.get("model.embed_tokens.weight")
     if embedding is None:
         return False  # a quantized head is the embedding too
-    if head is None:
-        return any(name.startswith("lm_head.") for name in tensors)  # a quantized one
+    parts = [name for name in tensors if name.startswith("lm_head.")]
+    if head is None or len(parts) > 1:
+        return bool(parts)  # a quantized one
     shape = head.get_shape()
     if embedding.get_shape() != shape:
         return True

@@ -110,19 +110,18 @@ def pairs(packed: Tensor) -> Tensor:
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
-def q4_k_factors(blocks: Tensor, is_zero: bool) -> Tensor:
-    """Scales or zeros (out, in / 32), exact in float32, of Q4_K's blocks (out, in / 256, 144). A
-    block has two float16 d and in 12 bytes 8 pairs of 6 bits s: a group of 32 weights has the scale
-    d[0] * s[0] and the zero -d[1] * s[1]."""
-    d = half(blocks, 2 if is_zero else 0).float()  # (out, n)
-    packed = blocks[..., 4:16].unflatten(-1, (3, 4))  # (out, n, 3, 4)
-    # Rows 0 and 1 have six bits of the first four s, and above these two bits of the last four,
-    # whose other bits are in row 2.
-    first = packed[..., int(is_zero), :]
-    last = packed[..., 2, :] >> 4 if is_zero else packed[..., 2, :] & 15
-    s = torch.cat((first & 63, last | first >> 6 << 4), dim=-1).float()  # (out, n, 8)
-    sign = -1 if is_zero else 1
-    return (sign * d[..., None] * s).flatten(1)  # (out, in / 32)
+def q4_k_factors(blocks: Tensor) -> Tensor:
+    """Scales and minima (2, out, in / 32), exact in float32, of Q4_K's blocks (out, in / 256, 144).
+    A block has two float16 d and in 12 bytes 8 pairs of 6 bits s: a group of 32 weights has the
+    scale d[0] * s[0] and the zero -d[1] * s[1]."""
+    d = blocks[..., :4].contiguous().view(torch.float16).float()  # (out, n, 2)
+    *first, last = blocks[..., 4:16].split(4, dim=-1)  # (out, n, 4) each
+    first = torch.stack(first, dim=-2)  # (out, n, 2, 4)
+    last = torch.stack((last & 15, last >> 4), dim=-2)
+    # `first` has six bits of the first four s, and above these two bits of the last four.
+    s = torch.cat((first & 63, last | first >> 6 << 4), dim=-1)  # (out, n, 2, 8)
+    factors = d[..., None] * s
+    return factors.movedim(-2, 0).flatten(2)  # (2, out, n, 8) -> (2, out, in / 32)
 
 
 class StoredType(NamedTuple):
@@ -150,8 +149,8 @@ Q4_1 = {
 Q8_0 = {"codes": lambda blocks: blocks[..., 2:].flatten(1).view(torch.int8), "scale": half}
 Q4_K = {
     "codes": lambda blocks: pairs(blocks[..., 16:].unflatten(-1, (4, 32))),
-    "scale": lambda blocks: q4_k_factors(blocks, False),
-    "zero": lambda blocks: q4_k_factors(blocks, True),
+    "scale": lambda blocks: q4_k_factors(blocks)[0],
+    "zero": lambda blocks: -q4_k_factors(blocks)[1],
 }
 MXFP4 = {"codes": lambda blocks: pairs(blocks[..., 1:]), "scale": lambda blocks: blocks[..., 0]}
 STORED_TYPES = {
@@ -397,6 +396,7 @@ def hf_tensors(model: GgufFile) -> dict[str, Blocks]:
     hf_modules = dict(OUTER)
     for module, stored_names in {**INNER, **family.gguf.names}.items():
         hf_modules |= dict(zip(stored_names, hf_inner.get(module, ())))
+    norm_offset = family.fields.get("norm_offset", 0.0)
     heads = {}
     if family.gguf.permutes_heads:
         key = f"{family.gguf.architecture}.attention.head_count"
@@ -412,9 +412,8 @@ def hf_tensors(model: GgufFile) -> dict[str, Blocks]:
             continue
         if module == "attn_sinks":
             part = "sinks"
-        if module.endswith("norm"):
-            blocks = replace(blocks, offset=family.fields.get("norm_offset", 0.0))
-        blocks = replace(blocks, heads=heads.get(module, 0))
+        offset = norm_offset if module.endswith("norm") else 0.0
+        blocks = replace(blocks, offset=offset, heads=heads.get(module, 0))
         hf_name = f"{prefix}{hf_modules.get(module, module)}.{part}".replace("blk", "model.layers")
         if module == "exp_probs_b":  # the experts' selection bias
             hf_name = hf_name.removesuffix(f".{part}")

@@ -88,10 +88,11 @@ def config_of(model: GgufFile) -> dict:
     family = FAMILIES[model_type]
     tensors = model.tensors
     prefix = f"{family.gguf.architecture}."
-    values = {}
-    for key, value in model.keys.items():
-        if key.startswith(prefix):
-            values[key.removeprefix(prefix)] = value
+    values = {
+        key.removeprefix(prefix): value
+        for key, value in model.keys.items()
+        if key.startswith(prefix)
+    }
     check_keys(values, tensors, family, prefix)
     hf = {hf_key: values[key] for hf_key, key in REQUIRED.items()}
     hf["num_hidden_layers"] -= values.get("nextn_predict_layers", 0)
@@ -136,11 +137,11 @@ def presence_flags(tensors: Mapping[str, Blocks], family: Family) -> dict[str, b
     }
     if "use_qk_norm" in family.own_keys:
         tensor_by_flag["use_qk_norm"] = "attn_q_norm.weight"
-    flags = {}
-    for flag, tensor in tensor_by_flag.items():
-        if isinstance(flag, str):  # others are the same for all models of the family
-            flags[flag] = f"blk.0.{tensor}" in tensors
-    return flags
+    return {
+        flag: f"blk.0.{tensor}" in tensors
+        for flag, tensor in tensor_by_flag.items()
+        if isinstance(flag, str)  # others are the same for all models of the family
+    }
 
 
 def check_keys(
@@ -152,8 +153,6 @@ def check_keys(
     """ValueError for a key that would change the arithmetic, or that is unknown."""
     supported_by_key = {**dict.fromkeys(READABLE), **NEUTRAL}  # None: any value
     supported_by_key["rope.freq_base_swa"] = (values.get("rope.freq_base", 10000.0),)
-    if family.fields.get("router_sigmoid"):
-        supported_by_key["expert_gating_func"] = (2, 0)
     if "rope_factors_long.weight" in tensors:
         supported_by_key["rope.scaling.attn_factor"] = None
     if values.get("rope.scaling.type") == "yarn":

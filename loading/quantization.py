@@ -1,7 +1,6 @@
 """The form that a folder's matrices are stored in, according to its config.json.
 
 StoredForm          schemes, of all matrices or of single ones, and notes for the user
-is_mlx              is a config.json that of a folder of MLX?
 read_stored_form    the form that our own config.json names
 resolve_schemes     the schemes of the loaded model
 max_group           the largest number of inputs that share a scale
@@ -36,18 +35,11 @@ class StoredForm(NamedTuple):
         return bool(self.scheme or self.overrides or self.requantize_to)
 
 
-def is_mlx(hf: dict) -> bool:
-    """Has a config.json the settings of MLX's quantized weights? mlx-lm writes them twice; older
-    versions wrote `quantization` alone."""
-    settings = hf.get("quantization")
-    return isinstance(settings, dict) and {"bits", "group_size"} <= settings.keys()
-
-
 def read_stored_form(hf: dict, file: Path) -> StoredForm:
     """The form that quantize.py or save_model wrote into config.json. ValueError names its
     `file`."""
     entry = hf.get("quantization")
-    if entry is None or is_mlx(hf):
+    if entry is None:
         return StoredForm()
     schemes = list(FORMATS)  # a list, because values of other programs may not be hashable
     keys = set(entry) if isinstance(entry, dict) else set()

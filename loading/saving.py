@@ -13,7 +13,7 @@ from loading.config import text_part
 from loading.families import FAMILIES
 from loading.files import save_tensors, shard_name, write_atomically, write_index
 from loading.models import is_plain
-from loading.quantization import QUICKDRAFT_CONFIG, is_mlx
+from loading.quantization import QUICKDRAFT_CONFIG
 from loading.weight_names import pieces
 from model import Transformer
 from weights import linears
@@ -84,14 +84,14 @@ def quantization_entry(model: Transformer) -> dict:
 def write_config(folder: Path, model: Transformer, hf: dict, is_portable: bool = False) -> None:
     """Write a config.json with the schemes of this model. With `is_portable`, other programs read
     the folder as compressed-tensors; otherwise they refuse it."""
-    old_entry = {} if is_mlx(hf) else hf.get("quantization") or {}
+    method = (hf.get("quantization") or {}).get("method")
     hf = {**text_part(hf), "tie_word_embeddings": model.config.tie_embeddings}
     # auto_map names code that is not copied.
     for key in ("quantization", "quantization_config", "auto_map"):
         hf.pop(key, None)
     entry = quantization_entry(model)
     if entry:
-        hf["quantization"] = old_entry | entry
+        hf["quantization"] = {"method": method, **entry} if method else entry
         hf["quantization_config"] = QUICKDRAFT_CONFIG
         if is_portable:
             from loading.quantized.reader import compressed_tensors_config

@@ -24,10 +24,10 @@ import torch
 from cli.errors import exit_on_error
 from cli.report import attended_bytes, position_bytes, stored_bytes, weight_bytes
 from loading.checkpoint import Checkpoint, find_layouts, read_config
-from loading.files import read_json
+from loading.files import read_config_json
 from loading.models import empty_model
 from loading.plain_files import is_gguf
-from loading.quantization import StoredForm, is_mlx, max_group, read_stored_form, resolve_schemes
+from loading.quantization import StoredForm, max_group, read_stored_form, resolve_schemes
 from loading.quantized.merged_experts import is_mxfp4
 from model import Config
 from scripts.flags import tp_plan_args as parse_args
@@ -83,14 +83,14 @@ def storage(path: Path, quantize: str | None) -> tuple[Config, StoredForm]:
         return config, form
     file = path / "config.json" if path.is_dir() else path
     config = read_config(file)
-    hf = read_json(file)
+    hf = read_config_json(file)
     stored = read_stored_form(hf, file)
     if is_mxfp4(hf):
         names = [name for name, _ in named_linears(empty_model(config, torch.float32))]
         overrides = {name: "mxfp4" for name in names if ".experts." in name}
         return config, StoredForm(overrides=overrides)
     if stored.scheme is None and quantize is None and find_layouts(hf) is not None:
-        method = "mlx" if is_mlx(hf) else hf["quantization_config"]["quant_method"]
+        method = hf["quantization_config"]["quant_method"]
         raise ValueError(
             f"{file}: quant_method = {method!r}: give the folder with its tensors, or a --quantize"
             " scheme"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import BASE, config_json, rope
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_quantized_folders import bit_stream
 
 import cli.quantize as quantize_command
@@ -43,6 +43,7 @@ DENSE = {
 }
 EXPERT = re.compile(r"(.*\.)experts\.(\d+)\.(\w+)\.weight")
 SIZES = [(4, 32), (4, 64), (4, 128), (2, 64), (3, 32), (6, 64), (8, 64)]
+PARTS = ("weight", "scales", "biases")
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
@@ -275,6 +276,41 @@ def test_modules_may_have_settings_of_their_own(tmp_path, capsys):
         "lm_head": "mlx4-g64",
     }
     assert "2 matrices whose parts have several schemes load as plain" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrapper, text", [("gemma3", "gemma-3"), ("qwen3_vl", "qwen3-vl"), ("qwen2_5_vl", "qwen2.5-vl")]
+)
+def test_a_wrapped_text_model_and_its_stored_head(wrapper, text, folder_of, tmp_path):
+    """As MLX's programs write them: settings stand under the wrapper's names, which the tensors
+    have too, and some store the tied head again."""
+    hf = config_json(folder_of(text))
+    hf = hf.get("text_config", hf) | {"tie_word_embeddings": True}
+    lead = "language_model.model.layers.{}.{}"
+    settings = {
+        "group_size": 32,
+        "bits": 4,
+        lead.format(0, "mlp.down_proj"): {"group_size": 32, "bits": 8},
+        lead.format(1, "self_attn.o_proj"): False,
+        "language_model.model.embed_tokens": {"group_size": 32, "bits": 6},
+    }
+    tensors = {f"language_model.{name}": tensor for name, tensor in drawn(hf).items()}
+    weights = write(tmp_path, hf, tensors, settings)
+    stored = load_file(tmp_path / "model.safetensors")
+    parts = {part: stored[f"language_model.model.embed_tokens.{part}"] for part in PARTS}
+    head = {f"language_model.lm_head.{part}": value.clone() for part, value in parts.items()}
+    tower = {"vision_tower.patch_embed.proj.weight": torch.ones(2, 2)}
+    save_file(stored | head | tower, tmp_path / "model.safetensors")
+    both = {"quantization": settings, "quantization_config": settings}
+    settings["language_model.lm_head"] = settings["language_model.model.embed_tokens"]
+    outer = {"model_type": wrapper, "text_config": hf} | both
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    model = load_model(tmp_path, dtype=F32)
+    weights = {name.removeprefix("language_model."): weight for name, weight in weights.items()}
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    assert_holds(model, weights)
+    assert model.layers[0].ffn.down.scheme == "mlx8-g32"
+    assert model.lm_head.scheme == "mlx6-g32" and not model.config.tie_embeddings
 
 
 def test_stacked_experts_are_refused_by_name(folder_of, tmp_path):

@@ -1243,6 +1243,36 @@ def mixed(tmp_path_factory):
     return make
 
 
+def wrapped(settings: dict) -> dict:
+    """The same settings for modules by their names in a model that wraps the text model."""
+    text = json.dumps(settings)
+    for name in ("model.layers.", "model\\\\.layers\\\\."):
+        text = text.replace(name, f"language_model.{name}")
+    return json.loads(text)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_modules_of_a_wrapped_text_model_have_them_too(name, mixed, tmp_path):
+    """Under the names of the model that the writer loaded, here Mistral 3's."""
+    folder, plain = mixed(name)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {f"language_model.{tensor}": value for tensor, value in tensors.items()},
+        tmp_path / "model.safetensors",
+    )
+    hf = config_json(folder)
+    settings = wrapped(hf.pop("quantization_config"))
+    assert "language_model" in json.dumps(settings)
+    text = hf | {"model_type": "mistral", "sliding_window": None}
+    outer = {"model_type": "mistral3", "text_config": text, "quantization_config": settings}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    model = load_model(tmp_path, dtype=torch.float32)
+    schemes = {key: getattr(linear, "scheme", None) for key, linear in linears(model).items()}
+    assert schemes == dict.fromkeys(schemes, "int4-g128-float32") | MIXED[name][-1]
+    for key, linear in linears(model).items():
+        assert torch.equal(stored_weight(linear), linears(plain)[key].weight), key
+
+
 def stored_weight(linear) -> torch.Tensor:
     is_quantized = isinstance(linear, QuantizedLinear)
     return linear.dequantized(torch.float32) if is_quantized else linear.weight
@@ -1340,7 +1370,7 @@ def test_groups_of_compressed_tensors_are_those_of_its_package(mixed):
     chosen = set()
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
-            (group,) = detection.compressed_override(settings, name)["config_groups"]
+            (group,) = detection.compressed_override(settings, [name])["config_groups"]
             assert module.quantization_scheme.format == str([*groups].index(group)), name
             chosen.add(group)
     assert len(chosen) == 7  # all but "a pattern that another precedes"

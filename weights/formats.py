@@ -392,11 +392,10 @@ FORMATS |= {
     "nvfp4": NvFp4(4, 16, mantissa=1, bias=1, max_element=6.0),
 }
 FORMATS |= {
-    f"mlx{bits}-g{group}": Affine(bits, group, torch.float32, center=0)
+    f"mlx{bits}-g{group}": (Int4 if bits == 4 else Affine)(bits, group, torch.float32, center=0)
     for bits in MLX_BITS
     for group in MLX_GROUPS
 }
-FORMATS |= {f"mlx4-g{group}": Int4(4, group, torch.float32, center=0) for group in MLX_GROUPS}
 
 # ---------------------------------------------------------------------------------------- tensors
 

@@ -10,11 +10,11 @@ of all tensors with the Layout. Unsupported keys raise a ValueError that names k
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from loading.quantization import is_mlx
+from loading.families import family_of
 from loading.quantized import floats
 from loading.quantized.floats import Fp8, Int8Rows, Renamed, Table4
 from loading.quantized.layouts import Awq, Gptq, Layout, PackQuantized
@@ -37,16 +37,27 @@ class Layouts(NamedTuple):
 
     settings: dict
     read: Callable[[dict], AnyLayout]
-    # The settings of a module, by its Hugging Face name.
-    override: Callable[[dict, str], dict] = lambda settings, module: settings
+    override: Callable[[dict, list[str]], dict]  # the settings of a module, by its names
+    prefixes: Mapping[str, str]  # families.Family's
 
     def of(self, module: str) -> AnyLayout:
         """ValueError for unsupported settings."""
         try:
-            return self.read(self.override(self.settings, module))
+            return self.read(self.override(self.settings, self.names(module)))
         except re.error as error:
             pattern = f"{error.pattern!r} is no pattern of Python's re: {error}"
             raise ValueError(f"config.json: {ENTRY}: {pattern}") from None
+
+    def names(self, module: str) -> list[str]:
+        """A module's name in a text model, and its names in a model that wraps one: writers use
+        those of the model that they loaded."""
+        dotted = f"{module}."
+        names = [module]
+        for outer, inner in self.prefixes.items():
+            if dotted.startswith(inner):
+                name = outer + dotted.removeprefix(inner)
+                names.append(name.removesuffix("."))
+        return names
 
 
 def check(settings: dict, entry: str = ENTRY, **supported_by_key: tuple) -> None:
@@ -92,28 +103,28 @@ def find_layouts(hf: dict) -> Layouts | None:
     """The Layouts of a config.json's quantization_config, None for gpt-oss's MXFP4, which
     is ours. ValueError for unsupported settings."""
     settings = hf.get(ENTRY)
-    if is_mlx(hf):
-        settings = hf["quantization"] | {"quant_method": "mlx"}
-    elif is_mxfp4(hf):
+    if is_mxfp4(hf):
         return None
     if not isinstance(settings, dict):
         raise ValueError(f"config.json: {ENTRY} = {settings!r} is not supported")
     check(settings, quant_method=tuple(METHODS))
     method = settings["quant_method"]
-    layouts = Layouts(settings, METHODS[method])
-    if method in OVERRIDES:
-        layouts = layouts._replace(override=OVERRIDES[method])
+    family = family_of(hf)
+    prefixes = family.prefixes if family else {}
+    override = OVERRIDES.get(method, lambda settings, names: settings)
+    layouts = Layouts(settings, METHODS[method], override, prefixes)
     layouts.of("")  # refuses the settings of modules that have none of their own
     return layouts
 
 
-def gptq_override(settings: dict, module: str) -> dict:
+def gptq_override(settings: dict, names: list[str]) -> dict:
     """GPTQModel's `dynamic` has other settings for modules, by the first "+:pattern" that matches a
     name. Those that a "-:pattern" matches are stored in full precision. Source: GPTQModel,
     gptqmodel/quantization/config.py (_resolve_dynamic_override)."""
     dynamic = read_optional(settings, "dynamic")
     for key in dynamic:
-        if not key.startswith("-:") and re.match(key.removeprefix("+:"), module):
+        pattern = key.removeprefix("+:")
+        if not key.startswith("-:") and any(re.match(pattern, name) for name in names):
             return settings | read_object(dynamic, key)
     return settings
 
@@ -163,23 +174,25 @@ def auto_round_layout(settings: dict) -> Gptq | Awq:
     return replace(layout, has_order=packing == "auto_round:gptqmodel")
 
 
-def auto_round_override(settings: dict, module: str) -> dict:
+def auto_round_override(settings: dict, names: list[str]) -> dict:
     """AutoRound's extra_config has other settings for a module's name, or for a pattern that occurs
     in it; those of 16 bits are stored in full precision. Source: AutoRound,
     auto_round/inference/utils.py (_expand_regex_config)."""
     extra = read_optional(settings, "extra_config")
-    for key in (module, *extra):
-        if key in extra and re.search(key, module):
+    for key in (*names, *extra):
+        if key in extra and any(re.search(key, name) for name in names):
             changes = read_object(extra, key)
             return settings if changes.get("bits") == 16 else settings | changes
     return settings
 
 
-def mlx_override(settings: dict, module: str) -> dict:
+def mlx_override(settings: dict, names: list[str]) -> dict:
     """MLX has an object of other settings under a module's path, true, or false for full precision.
     Source: mlx-lm, mlx_lm/utils.py (_quantize)."""
-    changes = settings.get(module)
-    return {"bits": 4, "group_size": 64} | changes if isinstance(changes, dict) else settings
+    for name in names:
+        if isinstance(settings.get(name), dict):
+            return {"bits": 4, "group_size": 64, **settings[name]}
+    return settings
 
 
 def mlx_layout(settings: dict) -> Renamed:
@@ -243,9 +256,8 @@ def compressed_layout(settings: dict) -> Layout | Renamed:
     check(scheme, output_activations=(None,))
     others = settings.get("kv_cache_scheme") or scheme.get("input_activations")
     note = WEIGHTS_ONLY if others else None
-    formats = {"format": scheme.get("format") or settings.get("format")}
-    check(formats, format=("pack-quantized", *RENAMED, *UNPACKED))
-    format = formats["format"]
+    format = scheme.get("format") or settings.get("format")
+    check({"format": format}, format=("pack-quantized", *RENAMED, *UNPACKED))
     if format in RENAMED:
         scheme_name, parts = RENAMED[format]
         return Renamed(scheme_name, parts, note)
@@ -262,7 +274,7 @@ def compressed_layout(settings: dict) -> Layout | Renamed:
     return Fp8(8, columns, note, rows=rows)
 
 
-def compressed_override(settings: dict, module: str) -> dict:
+def compressed_override(settings: dict, names: list[str]) -> dict:
     """Of several config_groups, the one with the most specific target: the module's name, a pattern
     (the first in the alphabet), then its class. Matrices that none targets, or that `ignore` names,
     are stored in full precision, so that any group will do. Sources: compressed-tensors,
@@ -271,16 +283,15 @@ def compressed_override(settings: dict, module: str) -> dict:
     groups = read_object(settings, "config_groups")
     if len(groups) < 2:
         return settings
-    name_by_priority = {}
-    for name in groups:
-        for target in read_object(groups, name).get("targets") or ():
-            is_match = target.startswith("re:") and re.match(target.removeprefix("re:"), module)
-            if is_match or target in (module, "Linear"):
-                name_by_priority[target != module, target == "Linear", target] = name
-    name = next(iter(groups))
-    if name_by_priority:
-        name = name_by_priority[min(name_by_priority)]
-    return settings | {"config_groups": {name: groups[name]}}
+    group_by_priority = {(2,): next(iter(groups))}  # after all targets
+    for group in groups:
+        for target in read_object(groups, group).get("targets") or ():
+            pattern = target.removeprefix("re:")
+            is_match = pattern != target and any(re.match(pattern, name) for name in names)
+            if is_match or target in (*names, "Linear"):
+                group_by_priority[target not in names, target == "Linear", target] = group
+    group = group_by_priority[min(group_by_priority)]
+    return settings | {"config_groups": {group: groups[group]}}
 
 
 # Formats of compressed-tensors that store one code per element.
@@ -316,7 +327,7 @@ METHODS: dict[str, Callable[[dict], AnyLayout]] = {
     "bitsandbytes": bitsandbytes_layout,
     "modelopt": modelopt_layout,
 }
-OVERRIDES: dict[str, Callable[[dict, str], dict]] = {
+OVERRIDES: dict[str, Callable[[dict, list[str]], dict]] = {
     "gptq": gptq_override,
     "auto-round": auto_round_override,
     "mlx": mlx_override,
