@@ -406,7 +406,12 @@ class Answer:
             for index, timing in timings.items()
             if index % self.request.n == 0
         )
-        details = {"prompt_tokens_details": {"cached_tokens": cached}}
+        parsers = filter(None, self.parsers.values())
+        thoughts = sum(parser.num_thought_tokens for parser in parsers)
+        details = {
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {"reasoning_tokens": thoughts},
+        }
         return token_counts(prompt_tokens, decoded) | details
 
     def opening(self, index: int, usage: dict | None = None) -> dict:
@@ -421,42 +426,46 @@ class Answer:
             chunk["usage"] = usage
         return chunk
 
-    def choice(self, event: Event) -> dict:
-        """One choice, of a chunk or of a complete answer."""
-        request = self.request
-        ending = event.ending or {}
-        choice = {
-            "index": event.index,
-            **self.content(event),
-            "logprobs": self.logprobs(event),
-            "finish_reason": self.finish_reason(event),
-        }
-        if request.tokens and event.tokens:
-            choice["tokens"] = [token.as_json() for token in event.tokens]
-        if ending:
-            choice["timings"] = ending["timings"]
-        return choice
+    def choices(self, event: Event) -> list[dict]:
+        """One choice of a complete answer; of a stream one for each part of the message that the
+        event brings, in the order of the text."""
+        choices = [
+            {"index": event.index, **content, "logprobs": None, "finish_reason": None}
+            for content in self.contents(event)
+        ]
+        choices[0]["logprobs"] = self.logprobs(event)
+        if self.request.tokens and event.tokens:
+            choices[0]["tokens"] = [token.as_json() for token in event.tokens]
+        if event.ending:
+            choices[-1]["finish_reason"] = self.finish_reason(event)
+            choices[-1]["timings"] = event.ending["timings"]
+        return choices
 
-    def content(self, event: Event) -> dict:
-        """The key of a choice that has its text."""
-        text = "".join(token.text for token in event.tokens)
+    def contents(self, event: Event) -> list[dict]:
+        """The key of each choice that has its text."""
+        texts = [token.text for token in event.tokens]
+        text = "".join(texts)
         if not self.request.chat:
-            return {"text": text}
+            return [{"text": text}]
         parser = self.parsers[event.index]
         if parser is None:
-            delta = {"content": text} if text else {}
+            deltas = [{"content": text}] if text else []
         else:
-            delta = parser.feed(text, is_last=event.ending is not None)
+            deltas = parser.feed(texts, is_last=event.ending is not None)
         if self.request.stream:
-            return {"delta": delta}
-        for call in delta.get("tool_calls", ()):
+            return [{"delta": delta} for delta in deltas or [{}]]
+        message = {"role": "assistant", "content": "", "refusal": None}
+        for delta in deltas:
+            for key, value in delta.items():
+                message[key] = message[key] + value if key in message else value
+        for call in message.get("tool_calls", ()):
             del call["index"]
-        content = None if "tool_calls" in delta else ""
-        return {"message": {"role": "assistant", "content": content, "refusal": None, **delta}}
+        if "tool_calls" in message:
+            message["content"] = message["content"] or None
+        return [{"message": message}]
 
     def finish_reason(self, event: Event) -> str | None:
-        """None before an answer's end."""
-        reason = event.ending and event.ending.get("finish_reason")
+        reason = event.ending.get("finish_reason")
         parser = self.parsers[event.index]
         has_calls = parser is not None and parser.num_calls > 0
         return "tool_calls" if reason == "stop" and has_calls else reason

@@ -368,7 +368,7 @@ def response_usage(usage: dict) -> dict:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": num_new},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
     }
 

@@ -260,7 +260,7 @@ class Api:
         events = [Event(index, []) for index in range(num_rows)]
         async for index, tokens, ending in job.events(num_rows):
             events[index] = Event(index, events[index].tokens + tokens, ending)
-        choices = [answer.choice(event) for event in events]
+        choices = [choice for event in events for choice in answer.choices(event)]
         usage = answer.usage(prompt_tokens, events)
         return json_response({**answer.head, "choices": choices, "usage": usage})
 
@@ -635,10 +635,13 @@ def chunks(answer: Answer, event: Event, opened: set[int], usage: dict | None) -
     if answer.request.chat and event.index not in opened:
         opened.add(event.index)
         yield answer.opening(event.index, usage)
+    parts = []
     if event.tokens:
-        yield answer.chunk(answer.choice(event._replace(ending=None)), usage=usage)
+        parts += answer.choices(event._replace(ending=None))
     if event.ending:
-        yield answer.chunk(answer.choice(event._replace(tokens=[])), usage=usage)
+        parts += answer.choices(event._replace(tokens=[]))
+    for choice in parts:
+        yield answer.chunk(choice, usage=usage)
 
 
 def log_config() -> dict:

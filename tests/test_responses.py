@@ -47,6 +47,7 @@ USAGE = {
     "completion_tokens": 3,
     "total_tokens": 8,
     "prompt_tokens_details": {"cached_tokens": 1},
+    "completion_tokens_details": {"reasoning_tokens": 2},
 }
 
 
@@ -157,6 +158,7 @@ def test_events_obey_a_grammar_and_their_deltas_are_the_items(thoughts, texts, c
     usage = response["usage"]
     assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (5, 3, 8)
     assert usage["input_tokens_details"]["cached_tokens"] == 1
+    assert usage["output_tokens_details"] == {"reasoning_tokens": 2}
 
 
 @settings(deadline=None, max_examples=60)

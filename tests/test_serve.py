@@ -868,11 +868,11 @@ def test_neutral_values_ask_for_nothing_and_an_answer_is_pure_ascii():
     ask_logprobs = read_request({"prompt": "a", "logprobs": 2}, False, "m", Sampling())
     # its piece begins with a blank
     first = Token(1, "One", top_logprobs=[[1, -0.5], [1, -0.5], [0, -1.0]])
-    logprobs = Answer(ask_logprobs, "m", [b"a", b" One"]).choice(Event(0, [first], None))[
+    logprobs = Answer(ask_logprobs, "m", [b"a", b" One"]).choices(Event(0, [first], None))[0][
         "logprobs"
     ]
     assert logprobs["top_logprobs"] == [{"One": -0.5, "a": -1.0}] and logprobs["tokens"] == ["One"]
-    choice = Answer(ask, "m", []).choice(Event(0, [Token(5, "é"), Token(6, "")], None))
+    (choice,) = Answer(ask, "m", []).choices(Event(0, [Token(5, "é"), Token(6, "")], None))
     assert choice["message"]["content"] == "é" and serve.json_response(choice).body.isascii()
 
 

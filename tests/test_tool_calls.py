@@ -8,6 +8,7 @@ logits allow one text alone, decodes the texts of the server's tests.
 import asyncio
 import json
 import threading
+import time
 from types import SimpleNamespace
 
 import httpx2
@@ -142,10 +143,10 @@ def joined(deltas: list[dict]) -> dict:
 
 
 def parsed(parser: MessageParser, *pieces: str) -> dict:
-    deltas = [
-        parser.feed(piece, is_last=number == len(pieces) - 1) for number, piece in enumerate(pieces)
-    ]
-    return joined(deltas)
+    deltas = []
+    for piece in pieces:
+        deltas += parser.feed([piece])
+    return joined(deltas + parser.feed([], is_last=True))
 
 
 NAMES = st.from_regex(r"[A-Za-z0-9_-]{1,12}", fullmatch=True)
@@ -219,19 +220,35 @@ def test_what_is_no_call_stays_as_the_model_wrote_it(family):
     if parser is not None:
         assert parsed(parser, text) == {"content": text, "reasoning_content": "", "calls": []}
     parser = form_of(family).parser()
-    assert parser.feed("One day") == {"content": "One day"}
-    assert parser.feed(", Tom<") in ({"content": ", Tom<"}, {"content": ", Tom"})
+    assert parser.feed(["One day"]) == [{"content": "One day"}]
+    assert parser.feed([", Tom<"]) in ([{"content": ", Tom<"}], [{"content": ", Tom"}])
 
 
 def test_arguments_stream_as_they_come():
     parser = form_of("Hermes and Qwen").parser()
-    assert parser.feed("Wait.\n<tool_call>\n{") == {"content": "Wait."}
-    assert parser.feed('"name": "add", "arguments": ') == {}
-    (call,) = parser.feed('{"a"')["tool_calls"]
+    assert parser.feed(["Wait.", "\n<tool_call>\n{"]) == [{"content": "Wait."}]
+    assert parser.feed(['"name": "add", "arguments": ']) == []
+    ((call,),) = [delta["tool_calls"] for delta in parser.feed(['{"a"'])]
     assert call["function"] == {"name": "add", "arguments": '{"a"'} and len(call["id"]) == 9
-    assert parser.feed(": 1") == {"tool_calls": [{"index": 0, "function": {"arguments": ": 1"}}]}
-    assert parser.feed("}") == {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}
-    assert parser.feed("}\n</tool") == {} and parser.feed("", is_last=True) == {}
+    assert parser.feed([": 1"]) == [
+        {"tool_calls": [{"index": 0, "function": {"arguments": ": 1"}}]}
+    ]
+    rest = [{"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}, {"content": "Done."}]
+    assert parser.feed(["}", "}\n</tool_call>\nDone."]) == rest
+    assert parser.feed(["}\n</tool"]) == [{"content": "}\n</tool"}]
+    assert parser.feed([], is_last=True) == []
+
+
+def test_long_arguments_are_read_once():
+    """Twice the text takes twice the time. If every piece were read with those before it, this
+    would take minutes; the server's other connections would wait."""
+    parser = form_of("Hermes and Qwen").parser()
+    parser.feed(['<tool_call>{"name": "add", "arguments": {"a": "'])
+    began = time.perf_counter()
+    deltas = parser.feed(["if (x) { }"] * 20_000)
+    assert time.perf_counter() - began < 5
+    ((call,),) = [delta["tool_calls"] for delta in deltas]
+    assert call["function"]["arguments"] == "if (x) { }" * 20_000
 
 
 def test_parallel_tool_calls_false_gives_the_first_call_alone():
