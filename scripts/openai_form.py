@@ -206,22 +206,24 @@ class ToolCall(BaseModel):
     function: Function
 
 
+def check_parameters(schema: dict) -> dict:
+    if schema.get("type", "object") != "object":
+        raise ValueError("the parameters must be an object's schema")
+    return schema
+
+
 class ToolFunction(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     name: Annotated[str, Field(pattern=f"^{NAME}$")]
     description: str | None = None
-    parameters: dict | None = None
+    parameters: Annotated[dict, AfterValidator(check_parameters)] | None = None
 
     @property
     def schema(self) -> dict:
-        """The schema of its arguments. As in OpenAI's API, a function without parameters has none.
-        ValueError for one of anything but an object."""
-        if self.parameters is None:
-            return {"type": "object", "additionalProperties": False}
-        schema = {"type": "object", **self.parameters}
-        if schema["type"] != "object":
-            raise ValueError(f"the parameters of {self.name} must be an object's schema")
-        return schema
+        """The schema of its arguments. As in OpenAI's API, a function without parameters has
+        none."""
+        parameters = {"additionalProperties": False} if self.parameters is None else self.parameters
+        return {"type": "object", **parameters}
 
 
 class Tool(BaseModel):

@@ -10,18 +10,20 @@ streamed or not, so that a response says what the chat would, and a stream what 
 Keys that are not named in this file go to the chat's request, which reads them or refuses them.
 """
 
-import itertools
+import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from scripts.openai_form import Chat, Refusal, refusal_of
 from scripts.other_servers import ANY, OFF, is_among
 
-MAX_STORED = 512  # responses; each one's conversation fits in the model's context
+MAX_STORED = 512  # responses
+MAX_STORED_BYTES = 2**26
 # Values of OpenAI's keys at which a request is as without them. At others they are refused.
 NEUTRAL = {
     "background": OFF,
@@ -123,11 +125,12 @@ def read_response_request(body: dict) -> ResponseRequest:
     """The checked body of /v1/responses, in which null is an absent key."""
     keys = {}
     for key, value in body.items():
+        if value is None or is_among(value, NEUTRAL.get(key, ())):
+            continue
         if key in CHAT_KEYS:
             message = f"{key!r} is a key of chats, which /v1/responses does not have"
             raise Refusal(message, key, 400, "unknown_parameter")
-        if value is not None and not is_among(value, NEUTRAL.get(key, ())):
-            keys[key] = value
+        keys[key] = value
     try:
         return ResponseRequest.model_validate(keys)
     except ValidationError as error:
@@ -167,7 +170,7 @@ def chat_messages(items: Iterable[dict]) -> list[dict]:
     for item in items:
         match {"type": "message", **item}:
             case {"type": "message", "role": "assistant", "content": content}:
-                message = answer_without(messages, "content", "tool_calls")
+                message = answer_without(messages, "content")
                 message["content"] = text_of(content)
             case {"type": "message", "role": role, "content": content}:
                 messages.append({"role": role, "content": text_of(content)})
@@ -376,15 +379,21 @@ def response_usage(usage: dict) -> dict:
 # ------------------------------------------------------------------------------------------ store
 
 
+class Stored(NamedTuple):
+    response: dict
+    conversation: list[dict]  # the items before it, its input and its output
+    num_bytes: int  # of both as JSON
+
+
 class ResponseStore:
-    """Responses in memory, by id, each with the items of its conversation: those before it, its
-    input and its output. Beyond `max_responses` the oldest go."""
+    """Responses in memory, by id. Beyond `max_responses` or `max_bytes` the oldest go."""
 
-    def __init__(self, max_responses: int = MAX_STORED):
+    def __init__(self, max_responses: int = MAX_STORED, max_bytes: int = MAX_STORED_BYTES):
         self.max_responses = max_responses
-        self.responses: dict[str, tuple[dict, list[dict]]] = {}
+        self.max_bytes = max_bytes
+        self.responses: dict[str, Stored] = {}
 
-    def get(self, id: str, name: str = "Response", **error) -> tuple[dict, list[dict]]:
+    def get(self, id: str, name: str = "Response", **error) -> Stored:
         if id not in self.responses:
             raise Refusal(f"{name} with id '{id:.99}' not found.", status=404, **error)
         return self.responses[id]
@@ -395,7 +404,7 @@ class ResponseStore:
         items: list[dict] = []
         if id is not None:
             error = {"param": "previous_response_id", "code": "previous_response_not_found"}
-            items += self.get(id, "Previous response", **error)[1]
+            items += self.get(id, "Previous response", **error).conversation
         if isinstance(request.input, str):
             return [*items, {"role": "user", "content": request.input}]
         return items + [self.resolve(item) for item in request.input]
@@ -404,16 +413,19 @@ class ResponseStore:
         """The item itself, or the one of an output that an item_reference names."""
         if item.get("type") != "item_reference":
             return item
-        outputs = [response["output"] for response, _ in self.responses.values()]
-        for output_item in itertools.chain(*outputs):
-            if output_item["id"] == item.get("id"):
-                return output_item
+        for stored in self.responses.values():
+            for output_item in stored.response["output"]:
+                if output_item["id"] == item.get("id"):
+                    return output_item
         raise Refusal(f"Item with id '{item.get('id')!s:.99}' not found.", "input", 404)
 
     def add(self, response: dict, conversation: list[dict]) -> None:
-        self.responses[response["id"]] = (response, conversation + response["output"])
-        if len(self.responses) > self.max_responses:
-            del self.responses[next(iter(self.responses))]
+        conversation = conversation + response["output"]
+        num_bytes = len(json.dumps([response, conversation]))
+        self.responses[response["id"]] = Stored(response, conversation, num_bytes)
+        num_bytes = sum(stored.num_bytes for stored in self.responses.values())
+        while len(self.responses) > self.max_responses or num_bytes > self.max_bytes:
+            num_bytes -= self.responses.pop(next(iter(self.responses))).num_bytes
 
     def remove(self, id: str) -> None:
         self.get(id)

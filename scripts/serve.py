@@ -317,8 +317,10 @@ class Api:
             response = event.get("response", response)
         return json_response(response)
 
-    async def stored_response(self, id: str) -> Response:
-        return json_response(self.responses.get(id)[0])
+    async def stored_response(self, id: str, http_request: Request) -> Response:
+        for key in http_request.query_params:  # such as stream, which would have events
+            raise Refusal(f"{key!r:.99} is not supported: a response comes whole", key[:99])
+        return json_response(self.responses.get(id).response)
 
     async def delete_response(self, id: str) -> Response:
         self.responses.remove(id)
@@ -334,6 +336,8 @@ class Api:
         if not is_chat and body.get("add_special_tokens") is False:
             bos = body.pop("add_special_tokens")
         request = read_request(body, is_chat, self.name, self.sampling)
+        if len(request.prompts) > 1:
+            raise Refusal(f"{len(request.prompts)} prompts: give one of them", "prompt")
         try:
             ids = await self.in_encoder(self.ids_of, request, request.prompts[0], bos)
         except ValueError as error:
@@ -348,7 +352,7 @@ class Api:
         are_ids = isinstance(ids, list) and all(type(id) is int for id in ids)
         if not are_ids or not all(0 <= id < vocab_size for id in ids):
             raise Refusal(f"tokens must be a list of ids below {vocab_size}", "tokens")
-        return json_response({"prompt": self.llm.tokenizer.decode(ids)})
+        return json_response({"prompt": await self.in_encoder(self.llm.tokenizer.decode, ids)})
 
     async def props(self) -> Response:
         """What llama.cpp's /props has and this server knows, and vLLM's max_model_len."""

@@ -295,6 +295,8 @@ NEUTRAL_KEYS = {
     "metadata": {"a": "b"},
     "conversation": None,
     "prompt": None,
+    "max_tokens": None,
+    "n": None,
     "reasoning": {"effort": None},
     "text": {"format": {"type": "text"}, "verbosity": "medium"},
 }
@@ -393,8 +395,7 @@ def test_items_in_a_row_are_one_message_of_the_assistant():
         },
         {"role": "tool", "tool_call_id": "f", "content": "4"},
         {"role": "tool", "tool_call_id": "g", "content": "42"},
-        {"role": "assistant", "tool_calls": [chat_call("f")]},
-        {"role": "assistant", "content": "Done."},
+        {"role": "assistant", "tool_calls": [chat_call("f")], "content": "Done."},
         {"role": "assistant", "content": "Really."},
     ]
 
@@ -424,6 +425,76 @@ def test_the_oldest_responses_go_and_the_others_keep_their_conversations():
         assert caught.value.body["error"]["code"] == "previous_response_not_found"
     store.remove(ids[3])
     assert list(store.responses) == [ids[2], ids[4]]
+
+
+def test_stored_responses_have_a_limit_of_bytes():
+    """Whatever they are made of: keys that no template reads, too."""
+    store = ResponseStore(max_bytes=100_000)
+    for number, long in enumerate(["metadata", "input", "tools", "junk"] * 3):
+        text = "x" * 20_000
+        tool = {"type": "function", "name": "f", "description": text}
+        item = {"role": "user", "content": "a", "junk": text}
+        keys = {"metadata": {"a": text}, "input": text, "tools": [tool]}
+        keys = {"input": [item]} if long == "junk" else {long: keys[long]}
+        events = response_events([chunk(content=f"t{number}"), chunk("stop")], store, **keys)
+        num_bytes = sum(
+            len(json.dumps([stored.response, stored.conversation]))
+            for stored in store.responses.values()
+        )
+        assert num_bytes <= 100_000 and events[-1]["response"]["id"] in store.responses
+    assert len(store.responses) > 2
+    response_events([chunk("stop")], store, metadata={"a": "x" * 200_000})
+    assert store.responses == {}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=5,
+)
+ITEM = {
+    "type": st.sampled_from(
+        ["message", "function_call", "function_call_output", "reasoning", "item_reference"]
+    ),
+    "role": st.sampled_from(["user", "assistant", "system", "tool", 3]),
+    "content": st.lists(st.fixed_dictionaries({"type": JSON, "text": JSON}), max_size=2),
+    "summary": JSON,
+    "call_id": JSON,
+    "name": JSON,
+    "arguments": JSON,
+    "output": JSON,
+    "id": JSON,
+}
+ITEM = {key: JSON | values for key, values in ITEM.items()}
+TOOL = {"type": st.just("function"), "name": st.just("f"), "parameters": JSON, "strict": JSON}
+BODY = {
+    "instructions": JSON,
+    "tools": st.lists(st.fixed_dictionaries({}, optional=TOOL), max_size=2),
+    "tool_choice": st.sampled_from(["auto", "none", "required"]),
+    "text": st.fixed_dictionaries({}, optional={"format": JSON, "verbosity": JSON}),
+    "metadata": JSON,
+    "reasoning": JSON,
+    "previous_response_id": JSON,
+    "max_output_tokens": JSON,
+    "stop": JSON,
+    "include": JSON,
+}
+BODY = {key: JSON | values for key, values in BODY.items()}
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.text(max_size=3) | st.lists(st.fixed_dictionaries({}, optional=ITEM), max_size=4) | JSON,
+    st.fixed_dictionaries({}, optional=BODY),
+)
+def test_any_json_is_a_chat_or_a_refusal(body_input, keys):
+    """No other exception, which would be status 500."""
+    try:
+        request = read_response_request({"input": body_input, **keys})
+        body = request.chat_body(ResponseStore().conversation(request))
+        json.dumps(request.response(read_request(body, True, "m", Sampling()), "m"))
+    except Refusal as refusal:
+        assert 400 <= refusal.status < 500
 
 
 SAMPLE = re.compile(r'quickdraft_(\w+)(\{\w+="\w+"(,\w+="\w+")*\})? (\d+(\.\d+)?(e-?\d+)?)')
@@ -566,6 +637,8 @@ def test_openais_client_streams_parses_and_goes_on(server):
     items = [messages[0], *[item.to_dict() for item in first.output], messages[2]]
     assert respond(server, input=items, store=False).output_text == text
     assert server.client.responses.retrieve(second.id) == second
+    with pytest.raises(openai.BadRequestError, match="'stream' is not supported"):
+        server.client.responses.retrieve(second.id, stream=True)
     server.client.responses.delete(first.id)
     for id in (first.id, respond(server, input="a", store=False).id):
         with pytest.raises(openai.NotFoundError) as caught:
@@ -721,6 +794,7 @@ def test_tokens_and_props_are_the_servers_own(server):
         ("/tokenize", {"prompt": 3}),
         ("/tokenize", {}),
         ("/tokenize", {"messages": []}),
+        ("/tokenize", {"prompt": ["a", "b"]}),
         ("/tokenize", {"messages": messages, "add_special_tokens": True}),
         ("/detokenize", {"tokens": [2048]}),
         ("/detokenize", {"tokens": [-1]}),

@@ -562,7 +562,7 @@ def test_tools_that_cannot_work_are_refused_with_what_would(server):
             "tools": [
                 {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
             ],
-            "tool_choice": "required",
+            "response_format": {"type": "json_object"},
         },
         "another choice": {"tool_choice": "sometimes"},
     }
