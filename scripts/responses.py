@@ -220,30 +220,25 @@ def text_of(content: object) -> object:
 # ----------------------------------------------------------------------------------------- events
 
 
-def text_item(item_type: str, part_type: str, **part_fields) -> dict:
-    part = {"type": part_type, "text": "", **part_fields}
-    return {"type": item_type, "status": "in_progress", "content": [part]}
+class ItemForm(NamedTuple):
+    """How an item of the output begins, and the fields of its text in events."""
+
+    prefix: str  # of its id
+    item: dict
+    part: dict | None = None  # of the part that holds its text; None: a call, which has arguments
 
 
-def message_item() -> dict:
-    item = text_item("message", "output_text", annotations=[], logprobs=[])
-    return {"id": new_id("msg"), "role": "assistant", **item}
-
-
-def reasoning_item() -> dict:
-    return {"id": new_id("rs"), "summary": [], **text_item("reasoning", "reasoning_text")}
-
-
-def call_item(call: dict) -> dict:
-    """The item of a chat's tool call, from its first delta."""
-    return {
-        "id": new_id("fc"),
-        "type": "function_call",
-        "status": "in_progress",
-        "call_id": call["id"],
-        "name": call["function"]["name"],
-        "arguments": "",
-    }
+# By the name that events have for the text of an item.
+ITEM_FORMS = {
+    "output_text": ItemForm(
+        "msg",
+        {"type": "message", "role": "assistant", "content": []},
+        {"annotations": [], "logprobs": []},
+    ),
+    "reasoning_text": ItemForm("rs", {"type": "reasoning", "summary": [], "content": []}, {}),
+    "function_call_arguments": ItemForm("fc", {"type": "function_call", "arguments": ""}),
+}
+TEXT_NAMES = {"reasoning_content": "reasoning_text", "content": "output_text"}
 
 
 @dataclass
@@ -257,6 +252,8 @@ class ResponseEvents:
     num_events: int = 0
     output: list[dict] = field(default_factory=list)
     item: dict | None = None  # grows, and comes after those of the output
+    text_name: str = ""  # the key of its ITEM_FORMS
+    text: str = ""
     ending: dict = field(default_factory=dict)  # the choice with finish_reason and timings
     usage: dict | None = None
 
@@ -266,73 +263,73 @@ class ResponseEvents:
         return event
 
     def item_event(self, name: str, **fields) -> dict:
-        """An event of the item that grows. One of its part or of its text names the item."""
-        place = {"output_index": len(self.output)}
-        if "item" not in fields:
-            place["item_id"] = self.item["id"]
-            place |= {"content_index": 0} if "content" in self.item else {}
+        """An event of the item that grows."""
+        return self.event(f"output_item.{name}", output_index=len(self.output), **fields)
+
+    def text_event(self, name: str, **fields) -> dict:
+        """An event of the text of the item that grows, or of the part that holds the text."""
+        place = {"item_id": self.item["id"], "output_index": len(self.output)}
+        if "content" in self.item:
+            place["content_index"] = 0
+        if self.text_name == "output_text" and "part" not in fields:
+            place["logprobs"] = []
         return self.event(name, **place, **fields)
 
-    def open(self, item: dict) -> Iterator[dict]:
+    def part(self) -> dict:
+        return {"type": self.text_name, "text": self.text, **ITEM_FORMS[self.text_name].part}
+
+    def open(self, text_name: str, **fields) -> Iterator[dict]:
         yield from self.close("completed")
-        self.item = item
-        if "content" not in item:
-            yield self.item_event("output_item.added", item=dict(item))
-            return
-        yield self.item_event("output_item.added", item=item | {"content": []})
-        yield self.item_event("content_part.added", part=dict(item["content"][0]))
+        form = ITEM_FORMS[text_name]
+        self.text_name = text_name
+        self.text = ""
+        self.item = {"id": new_id(form.prefix), "status": "in_progress", **form.item, **fields}
+        yield self.item_event("added", item=dict(self.item))
+        if form.part is not None:
+            yield self.text_event("content_part.added", part=self.part())
 
     def add(self, text: str) -> Iterator[dict]:
-        if "content" not in self.item:
-            self.item["arguments"] += text
-            yield self.item_event("function_call_arguments.delta", delta=text)
-            return
-        part = self.item["content"][0]
-        part["text"] += text
-        yield self.item_event(f"{part['type']}.delta", delta=text, logprobs=[])
+        self.text += text
+        yield self.text_event(f"{self.text_name}.delta", delta=text)
 
     def close(self, status: str) -> Iterator[dict]:
-        item = self.item
-        if item is None:
+        if self.item is None:
             return
-        item["status"] = status
-        if "content" not in item:
-            arguments = item["arguments"]
-            yield self.item_event("function_call_arguments.done", arguments=arguments)
+        key = "text" if "content" in self.item else "arguments"
+        yield self.text_event(f"{self.text_name}.done", **{key: self.text})
+        if key == "text":
+            self.item["content"] = [self.part()]
+            yield self.text_event("content_part.done", part=self.part())
         else:
-            part = item["content"][0]
-            yield self.item_event(f"{part['type']}.done", text=part["text"], logprobs=[])
-            yield self.item_event("content_part.done", part=part)
-        yield self.item_event("output_item.done", item=item)
-        self.output.append(item)
+            self.item["arguments"] = self.text
+        self.item["status"] = status
+        yield self.item_event("done", item=self.item)
+        self.output.append(self.item)
         self.item = None
 
     def feed(self, chunk: dict) -> Iterator[dict]:
-        """The events of one chunk of the chat, whose choice has thoughts, text or calls."""
+        """The events of one chunk of the chat, whose choice has thoughts, text or a call."""
         self.usage = chunk.get("usage") or self.usage
         for choice in chunk["choices"]:
             if choice["finish_reason"] is not None:
                 self.ending = choice
             delta = choice["delta"]
-            if delta.get("reasoning_content"):
-                yield from self.continue_with(reasoning_item(), delta["reasoning_content"])
-            if delta.get("content"):
-                yield from self.continue_with(message_item(), delta["content"])
-            for call in delta.get("tool_calls") or ():
-                if call.get("id"):
-                    yield from self.open(call_item(call))
-                yield from self.add(call["function"].get("arguments") or "")
-
-    def continue_with(self, item: dict, text: str) -> Iterator[dict]:
-        """Text of the item that grows, or of a new one of another type."""
-        if self.item is None or self.item["type"] != item["type"]:
-            yield from self.open(item)
-        yield from self.add(text)
+            for key, text_name in TEXT_NAMES.items():
+                if delta.get(key):
+                    if self.item is None or self.text_name != text_name:
+                        yield from self.open(text_name)
+                    yield from self.add(delta[key])
+            for call in delta.get("tool_calls", ()):
+                function = call["function"]
+                if "id" in call:
+                    names = {"call_id": call["id"], "name": function["name"]}
+                    yield from self.open("function_call_arguments", **names)
+                yield from self.add(function["arguments"])
 
     def end(self) -> Iterator[dict]:
         """The last events. An answer without text and calls is an empty message."""
-        if self.item is None and not self.output:
-            yield from self.open(message_item())
+        if self.item is None:
+            yield from self.open("output_text")
         status = "incomplete" if self.ending["finish_reason"] == "length" else "completed"
         yield from self.close(status)
         ended = {"status": status, "output": self.output, "timings": self.ending["timings"]}

@@ -114,9 +114,10 @@ def model_name(path: str | Path) -> str:
     return path.name
 
 
-def event_stream(lines: AsyncIterator[str]) -> Response:
+def event_stream(*args) -> Response:
+    """The `event_lines` of these arguments."""
     headers = {"Cache-Control": "no-cache"}
-    return StreamingResponse(lines, media_type="text/event-stream", headers=headers)
+    return StreamingResponse(event_lines(*args), media_type="text/event-stream", headers=headers)
 
 
 class EncodedPrompt(NamedTuple):
@@ -256,7 +257,8 @@ class Api:
         request = read_request(body, is_chat, self.name, self.sampling)
         job, answer, num_rows, prompt_tokens = await self.submit(http_request, request)
         if request.stream:
-            return event_stream(stream_events(http_request, job, answer, num_rows, prompt_tokens))
+            chunks = answer_chunks(job, answer, num_rows, prompt_tokens)
+            return event_stream(http_request, chunks, lambda error: error.body, "data: [DONE]\n\n")
         events = [Event(index, []) for index in range(num_rows)]
         async for index, tokens, ending in job.events(num_rows):
             events[index] = Event(index, events[index].tokens + tokens, ending)
@@ -312,7 +314,7 @@ class Api:
         events = ResponseEvents(response, conversation, self.responses)
         chunks = answer_chunks(*submitted)
         if request.stream:
-            return event_stream(stream_response(http_request, events, chunks))
+            return event_stream(http_request, events.of_chat(chunks), events.failure)
         async for event in events.of_chat(chunks):
             response = event.get("response", response)
         return json_response(response)
@@ -581,7 +583,25 @@ def log_refusal(request: Request, error: Refusal) -> None:
 
 
 def event_line(body: dict) -> str:
-    return f"data: {json.dumps(body)}\n\n"
+    """A server-sent event, which has a name if the body has a type."""
+    name = f"event: {body['type']}\n" if "type" in body else ""
+    return f"{name}data: {json.dumps(body)}\n\n"
+
+
+async def event_lines(
+    http_request: Request,
+    events: AsyncIterator[dict],
+    failure: Callable[[Refusal], dict],
+    last: str = "",
+) -> AsyncIterator[str]:
+    """Server-sent events, then `last`. A Refusal among them ends them with its `failure`."""
+    try:
+        async for event in events:
+            yield event_line(event)
+        yield last
+    except Refusal as error:
+        log_refusal(http_request, error)
+        yield event_line(failure(error))
 
 
 async def answer_chunks(
@@ -606,31 +626,6 @@ async def answer_chunks(
             yield chunk
     if options.get("include_usage"):
         yield answer.chunk(usage=answer.usage(prompt_tokens, events))
-
-
-async def stream_events(http_request: Request, *submitted) -> AsyncIterator[str]:
-    """The chunks of a `Submitted` as server-sent events. An error ends them."""
-    try:
-        async for chunk in answer_chunks(*submitted):
-            yield event_line(chunk)
-    except Refusal as error:
-        log_refusal(http_request, error)
-        yield event_line(error.body)
-        return
-    yield "data: [DONE]\n\n"
-
-
-async def stream_response(
-    http_request: Request, events: ResponseEvents, chunks: AsyncIterator[dict]
-) -> AsyncIterator[str]:
-    """The events of a response as server-sent events, which have names."""
-    try:
-        async for event in events.of_chat(chunks):
-            yield f"event: {event['type']}\n{event_line(event)}"
-    except Refusal as error:
-        log_refusal(http_request, error)
-        event = events.failure(error)
-        yield f"event: {event['type']}\n{event_line(event)}"
 
 
 def chunks(answer: Answer, event: Event, opened: set[int], usage: dict | None) -> Iterator[dict]:
