@@ -455,7 +455,9 @@ class Answer:
         else:
             deltas = parser.feed(texts, is_last=event.ending is not None)
         if self.request.stream:
-            return [{"delta": delta} for delta in deltas or [{}]]
+            if event.ending or not deltas:
+                deltas.append({})
+            return [{"delta": delta} for delta in deltas]
         message = {"role": "assistant", "content": "", "refusal": None}
         for delta in deltas:
             for key, value in delta.items():

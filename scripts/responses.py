@@ -169,20 +169,20 @@ def chat_messages(items: Iterable[dict]) -> list[dict]:
     messages: list[dict] = []
     for item in items:
         match {"type": "message", **item}:
-            case {"type": "message", "role": "assistant", "content": content}:
-                message = answer_without(messages, "content")
-                message["content"] = text_of(content)
             case {"type": "message", "role": role, "content": content}:
-                messages.append({"role": role, "content": text_of(content)})
+                message_without(messages, role, "content")["content"] = text_of(content)
             case {"type": "reasoning", "encrypted_content": str()}:
                 raise Refusal("input: reasoning.encrypted_content cannot be read here", "input")
             case {"type": "reasoning"}:
-                message = answer_without(messages, "reasoning_content", "content", "tool_calls")
+                others = ("reasoning_content", "content", "tool_calls")
+                message = message_without(messages, "assistant", *others)
                 message["reasoning_content"] = text_of(item.get("content") or item.get("summary"))
             case {"type": "function_call", "call_id": id, "name": name, "arguments": arguments}:
                 function = {"name": name, "arguments": arguments}
-                calls = answer_without(messages).setdefault("tool_calls", [])
-                calls.append({"id": id, "type": "function", "function": function})
+                message = message_without(messages, "assistant")
+                message.setdefault("tool_calls", []).append(
+                    {"id": id, "type": "function", "function": function}
+                )
             case {"type": "function_call_output", "call_id": id, "output": output}:
                 content = text_of(output)
                 messages.append({"role": "tool", "tool_call_id": id, "content": content})
@@ -195,11 +195,10 @@ def chat_messages(items: Iterable[dict]) -> list[dict]:
     return messages
 
 
-def answer_without(messages: list[dict], *keys: str) -> dict:
-    """The last message, if it is the assistant's and has none of these keys; otherwise a new
-    one."""
-    if not messages or messages[-1]["role"] != "assistant" or messages[-1].keys() & {*keys}:
-        messages.append({"role": "assistant"})
+def message_without(messages: list[dict], role: str, *keys: str) -> dict:
+    """The last message, if it has this role and none of these keys; otherwise a new one."""
+    if not messages or messages[-1]["role"] != role or messages[-1].keys() & {*keys}:
+        messages.append({"role": role})
     return messages[-1]
 
 
@@ -330,15 +329,17 @@ class ResponseEvents:
         """The last events. An answer without text and calls is an empty message."""
         if self.item is None:
             yield from self.open("output_text")
-        status = "incomplete" if self.ending["finish_reason"] == "length" else "completed"
+        is_cut = self.ending["finish_reason"] == "length"
+        status = "incomplete" if is_cut else "completed"
         yield from self.close(status)
-        ended = {"status": status, "output": self.output, "timings": self.ending["timings"]}
-        ended["usage"] = response_usage(self.usage)
-        if status == "incomplete":
-            ended["incomplete_details"] = {"reason": "max_output_tokens"}
-        else:
-            ended["completed_at"] = int(time.time())
-        response = self.response | ended
+        response = self.response | {
+            "status": status,
+            "output": self.output,
+            "usage": response_usage(self.usage),
+            "timings": self.ending["timings"],
+            "completed_at": None if is_cut else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        }
         if response["store"]:
             self.store.add(response, self.conversation)
         yield self.event(status, response=response)

@@ -634,12 +634,7 @@ def chunks(answer: Answer, event: Event, opened: set[int], usage: dict | None) -
     if answer.request.chat and event.index not in opened:
         opened.add(event.index)
         yield answer.opening(event.index, usage)
-    parts = []
-    if event.tokens:
-        parts += answer.choices(event._replace(ending=None))
-    if event.ending:
-        parts += answer.choices(event._replace(tokens=[]))
-    for choice in parts:
+    for choice in answer.choices(event):
         yield answer.chunk(choice, usage=usage)
 
 

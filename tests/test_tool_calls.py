@@ -251,6 +251,17 @@ def test_long_arguments_are_read_once():
     assert call["function"]["arguments"] == "if (x) { }" * 20_000
 
 
+def test_no_more_than_a_mark_is_held_back():
+    """A name that never ends is text, so that what waits stays short."""
+    for head in ('<tool_call>{"name": "', "<tool_call>" + " " * 9):
+        parser = form_of("Hermes and Qwen").parser()
+        parser.feed([head])
+        for _ in range(300):
+            parser.feed(["a"])
+            assert len(parser.pending) < 200
+        assert parser.mode == "content"
+
+
 def test_parallel_tool_calls_false_gives_the_first_call_alone():
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     parser = form_of("Hermes and Qwen", parallel_tool_calls=False).parser()
