@@ -1139,7 +1139,8 @@ def test_a_chats_role_comes_with_its_first_token():
 
     async def lines() -> list[dict]:
         job = Job(asyncio.get_running_loop())
-        events = serve.stream_events(None, job, Answer(request, "m", []), 2, 5)
+        chunks = serve.answer_chunks(job, Answer(request, "m", []), 2, 5)
+        events = serve.event_lines(None, chunks, None)
         first = asyncio.ensure_future(anext(events))
         await asyncio.sleep(0.05)
         assert not first.done()
@@ -1151,9 +1152,7 @@ def test_a_chats_role_comes_with_its_first_token():
         ):
             job.send(event)
         received = [await first, *[line async for line in events]]
-        return [
-            json.loads(line.removeprefix("data: ")) for line in received if "[DONE]" not in line
-        ]
+        return [json.loads(line.removeprefix("data: ")) for line in received if line]
 
     choices = [line["choices"][0] for line in asyncio.run(lines())]
     shown = [
