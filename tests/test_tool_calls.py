@@ -251,6 +251,15 @@ def test_long_arguments_are_read_once():
     assert call["function"]["arguments"] == "if (x) { }" * 20_000
 
 
+def test_a_backslash_and_what_it_escapes_may_come_apart():
+    arguments = json.dumps({"a": 'x"}', "b": "\\", "c": {"d": '\\"'}})
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>Done.'
+    expected = {"content": "Done.", "reasoning_content": "", "calls": [["f", arguments]]}
+    for cut in range(len(text)):
+        assert parsed(form_of("Hermes and Qwen").parser(), text[:cut], text[cut:]) == expected
+    assert parsed(form_of("Hermes and Qwen").parser(), *text) == expected
+
+
 def test_no_more_than_a_mark_is_held_back():
     """A name that never ends is text, so that what waits stays short."""
     for head in ('<tool_call>{"name": "', "<tool_call>" + " " * 9):
