@@ -6,6 +6,7 @@ logits allow one text alone, decodes the texts of the server's tests.
 """
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
@@ -30,10 +31,10 @@ from loading.tokenizer import load_tokenizer
 from scripts.batches import Decoder
 from scripts.message_form import MessageForm
 from scripts.message_parser import MessageParser
-from scripts.openai_form import read_request
+from scripts.openai_form import Refusal, read_request
 from scripts.serve import Api
 from scripts.serve_flags import parse_args
-from scripts.tool_calls import CALL_FORMATS, THOUGHTS
+from scripts.tool_calls import CALL_FORMATS, THOUGHTS, calls_rule
 
 DEMO = ROOT / "checkpoints" / "demo"
 TURN = "<|turn|>"  # begins every answer
@@ -304,6 +305,66 @@ def test_thoughts_are_no_content(thoughts, text):
     if family != "gpt-oss":
         parser = form_of(family, thoughts, separate_reasoning=False).parser()
         assert parsed(parser, text)["content"] == text
+
+
+# --------------------------------------------------------------------------------------- requests
+
+
+JSON = VALUES | st.floats() | st.binary(max_size=2).map(lambda text: text.decode("latin-1"))
+
+
+def mostly(strategy):
+    return st.integers(0, 19).flatmap(lambda number: strategy if number else JSON)
+
+
+def maybe(**shape):
+    """An object with some of these keys; at times any JSON in its place or in theirs."""
+    keys = {
+        key: st.just(value) if isinstance(value, str) else value for key, value in shape.items()
+    }
+    return mostly(st.fixed_dictionaries({key: mostly(each) for key, each in keys.items()}))
+
+
+NAMED = maybe(name="f", arguments="{}", description="d", parameters=maybe(type="object", x=JSON))
+CHAT = {
+    "messages": st.lists(
+        maybe(
+            role=st.sampled_from(["user", "assistant", "tool", "system"]),
+            content=st.lists(maybe(type="text", text="a"), max_size=2) | st.just("a"),
+            tool_calls=st.lists(maybe(id="x", type="function", function=NAMED), max_size=2),
+            tool_call_id="x",
+            reasoning_content="a",
+        ),
+        max_size=3,
+    ),
+    "tools": st.lists(maybe(type="function", function=NAMED), max_size=2),
+    "tool_choice": st.sampled_from(["none", "required"]) | maybe(type="function", function=NAMED),
+    "response_format": maybe(type="json_schema", json_schema=maybe(schema=maybe(type="object"))),
+    "parallel_tool_calls": mostly(st.booleans()),
+}
+
+
+@given(keys=st.fixed_dictionaries({}, optional=CHAT))
+@settings(max_examples=300, deadline=None)
+def test_any_json_is_a_chat_or_a_refusal(keys):
+    """ValueErrors are refusals where prompts are encoded; another exception would be status 500."""
+    try:
+        request = read_request(keys, True, "m", Sampling())
+    except Refusal as refusal:
+        assert 400 <= refusal.status < 500
+        return
+    form = MessageForm(request, SimpleNamespace(template=template("Hermes and Qwen"), specials={}))
+    assert form.parser() is None or form.parser().feed(["a"], is_last=True) == [{"content": "a"}]
+    (messages,) = request.prompts
+    with contextlib.suppress(ValueError):
+        form.tokenizer.template.render(messages, True, request.template_tools)
+    if request.forced_tools:
+        assert "%json" in calls_rule(
+            form.calls,
+            {tool.function.name: tool.function.schema for tool in request.forced_tools},
+            request.is_parallel,
+            {},
+        )
 
 
 # --------------------------------------------------------------------------------------- the server
