@@ -57,6 +57,7 @@ try:
     from fastapi import Depends, FastAPI, Request
     from fastapi.middleware.cors import CORSMiddleware
     from fastapi.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+    from pydantic_core import from_json
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect
 
@@ -350,10 +351,9 @@ class Api:
     async def detokenize(self, http_request: Request) -> Response:
         """The text of ids, in which special tokens have none."""
         ids = (await self.in_time(read_body(http_request))).get("tokens")
-        vocab_size = self.llm.tokenizer.vocab_size
-        are_ids = isinstance(ids, list) and all(type(id) is int for id in ids)
-        if not are_ids or not all(0 <= id < vocab_size for id in ids):
-            raise Refusal(f"tokens must be a list of ids below {vocab_size}", "tokens")
+        vocab = range(self.llm.tokenizer.vocab_size)
+        if not isinstance(ids, list) or not all(type(id) is int and id in vocab for id in ids):
+            raise Refusal(f"tokens must be a list of ids below {len(vocab)}", "tokens")
         return json_response({"prompt": await self.in_encoder(self.llm.tokenizer.decode, ids)})
 
     async def props(self) -> Response:
@@ -564,11 +564,13 @@ async def read_body(request: Request) -> dict:
 
 def parse_body(body: bytes) -> object:
     """JSON, where question marks replace lone surrogates, which UTF-8 cannot encode. In a stop
-    string they are a UnicodeEncodeError, because the answer would end at any question mark."""
+    string they are a UnicodeEncodeError, because the answer would end at any question mark.
+    ValueError beyond 200 levels, pydantic's limit: Python's own depends on how deep its caller
+    is, so what could be read could perhaps not be written."""
     fields = json.loads(body)
     if isinstance(fields, dict):
         json.dumps(fields.get("stop"), ensure_ascii=False).encode()
-    return json.loads(json.dumps(fields, ensure_ascii=False).encode(errors="replace"))
+    return from_json(json.dumps(fields, ensure_ascii=False).encode(errors="replace"))
 
 
 def log_refusal(request: Request, error: Refusal) -> None:

@@ -36,6 +36,7 @@ from scripts.responses import (
     read_response_request,
     with_own_param,
 )
+from scripts.serve import parse_body
 
 EVENT_TYPES = {
     typing.get_args(event_type.model_fields["type"].annotation)[0]: event_type
@@ -359,6 +360,15 @@ def test_what_is_not_there_is_refused_by_name(keys, param):
         assert name not in str(keys.get("input")) or name in error["message"]
     for tool in keys.get("tools") or ():
         assert tool["type"] in error["message"]
+
+
+def test_json_of_many_levels_is_refused_before_it_is_too_deep_to_be_written():
+    """A response nests its request's tools deeper; with 954 levels the answer was status 500."""
+    for depth in (1, 150):
+        assert parse_body(b'{"a":' * depth + b"1" + b"}" * depth)
+    for depth in (250, 954, 100_000):
+        with pytest.raises((ValueError, RecursionError)):
+            parse_body(b'{"a":' * depth + b"1" + b"}" * depth)
 
 
 def test_items_in_a_row_are_one_message_of_the_assistant():
