@@ -9,6 +9,7 @@ import math
 import re
 import uuid
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from scripts.tool_calls import compile_marks
 
@@ -19,12 +20,13 @@ CALL_ID_LENGTH = 9  # Mistral's templates refuse others
 
 
 class MessageParser:
-    """The parser of one answer. `marks`: patterns and the modes that follow them, by mode;
-    is_thinking: the prompt has begun the thoughts; max_calls: further calls are dropped."""
+    """The parser of one answer. `marks`: patterns and the modes that follow them, by mode; without
+    them all text is content. is_thinking: the prompt has begun the thoughts; max_calls: further
+    calls are dropped."""
 
     def __init__(
         self,
-        marks: Mapping[str, Mapping[str, str]],
+        marks: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
         is_thinking: bool = False,
         max_calls: float = math.inf,
     ):

@@ -172,6 +172,7 @@ class Completion(TextRequest):
     chat: ClassVar = False
     tools: ClassVar = None
     forced_tools: ClassVar = ()
+    parallel_tool_calls: ClassVar = True
     separate_reasoning: ClassVar = False
     prompts: Annotated[
         list[str | Annotated[list[int], NonEmpty]], BeforeValidator(as_list), NonEmpty
@@ -375,18 +376,18 @@ def token_counts(prompt_tokens: int, decoded: int) -> dict:
 
 class Answer:
     """The objects of one request's answers. `pieces`: the bytes of every token id. new_parser:
-    makes the parser of a message's text, or returns None if all of it is content."""
+    makes the parser of a message's text."""
 
     def __init__(
         self,
         request: TextRequest,
         model: str,
         pieces: Sequence[bytes],
-        new_parser: Callable[[], MessageParser | None] = lambda: None,
+        new_parser: Callable[[], MessageParser] = MessageParser,
     ):
         self.request = request
         self.pieces = pieces
-        self.parsers: dict[int, MessageParser | None] = defaultdict(new_parser)  # of each answer
+        self.parsers: dict[int, MessageParser] = defaultdict(new_parser)  # of each answer
         id_prefix = "chatcmpl" if request.chat else "cmpl"
         object_type = "text_completion"
         if request.chat:
@@ -408,8 +409,7 @@ class Answer:
             for index, timing in timings.items()
             if index % self.request.n == 0
         )
-        parsers = filter(None, self.parsers.values())
-        thoughts = sum(parser.num_thought_tokens for parser in parsers)
+        thoughts = sum(parser.num_thought_tokens for parser in self.parsers.values())
         details = {
             "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {"reasoning_tokens": thoughts},
@@ -446,14 +446,9 @@ class Answer:
     def contents(self, event: Event) -> list[dict]:
         """The key of each choice that has its text."""
         texts = [token.text for token in event.tokens]
-        text = "".join(texts)
         if not self.request.chat:
-            return [{"text": text}]
-        parser = self.parsers[event.index]
-        if parser is None:
-            deltas = [{"content": text}] if text else []
-        else:
-            deltas = parser.feed(texts, is_last=event.ending is not None)
+            return [{"text": "".join(texts)}]
+        deltas = self.parsers[event.index].feed(texts, is_last=event.ending is not None)
         if self.request.stream:
             if event.ending or not deltas:
                 deltas.append({})
@@ -470,8 +465,7 @@ class Answer:
 
     def finish_reason(self, event: Event) -> str | None:
         reason = event.ending.get("finish_reason")
-        parser = self.parsers[event.index]
-        has_calls = parser is not None and parser.num_calls > 0
+        has_calls = self.parsers[event.index].num_calls > 0
         return "tool_calls" if reason == "stop" and has_calls else reason
 
     def logprobs(self, event: Event) -> dict | None:

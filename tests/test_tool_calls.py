@@ -218,8 +218,7 @@ def test_what_is_no_call_stays_as_the_model_wrote_it(family):
     text = head + '"a": 1}' + form.tail + form.end
     assert parsed(form_of(family).parser(), text)["calls"] == [["f", '{"a": 1}']]
     parser = form_of(family, tools=None).parser()
-    if parser is not None:
-        assert parsed(parser, text) == {"content": text, "reasoning_content": "", "calls": []}
+    assert parsed(parser, text) == {"content": text, "reasoning_content": "", "calls": []}
     parser = form_of(family).parser()
     assert parser.feed(["One day"]) == [{"content": "One day"}]
     assert parser.feed([", Tom<"]) in ([{"content": ", Tom<"}], [{"content": ", Tom"}])
@@ -354,7 +353,7 @@ def test_any_json_is_a_chat_or_a_refusal(keys):
         assert 400 <= refusal.status < 500
         return
     form = MessageForm(request, SimpleNamespace(template=template("Hermes and Qwen"), specials={}))
-    assert form.parser() is None or form.parser().feed(["a"], is_last=True) == [{"content": "a"}]
+    assert form.parser().feed(["a"], is_last=True) == [{"content": "a"}]
     (messages,) = request.prompts
     with contextlib.suppress(ValueError):
         form.tokenizer.template.render(messages, True, request.template_tools)
