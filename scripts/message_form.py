@@ -53,10 +53,8 @@ class MessageForm:
         end = "".join(map(stream.feed, ids[-PROMPT_END:])).rstrip()
         self.is_thinking = self.thoughts is not None and end.endswith(self.thoughts.begin)
 
-    def parser(self) -> MessageParser | None:
-        """A parser of one answer; None where all text is content."""
-        if not self.marks:
-            return None
+    def parser(self) -> MessageParser:
+        """A parser of one answer."""
         max_calls = math.inf if self.request.parallel_tool_calls else 1
         return MessageParser(self.marks, self.is_thinking, max_calls)
 

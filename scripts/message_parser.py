@@ -8,34 +8,25 @@ text alone and not on its pieces.
 import math
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from scripts.tool_calls import compile_marks
 
 MARKS_ALONE = ("begin", "tail", "after")  # modes without text of their own
-# A string, which may hold braces, or a brace.
-JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"?|[{}]', re.DOTALL)
+JSON_TOKEN = re.compile(r'\\.?|["{}]', re.DOTALL)
 DEPTHS = {"{": 1, "}": -1}
 CALL_ID_LENGTH = 9  # Mistral's templates refuse others
 
 
-def object_end(text: str) -> int | None:
-    """Where the JSON object ends that the text begins with; None: not in this text."""
-    depth = 0
-    for token in JSON_TOKEN.finditer(text):
-        depth += DEPTHS.get(token[0], 0)
-        if depth == 0:
-            return token.end()
-    return None
-
-
 class MessageParser:
-    """The parser of one answer. `marks`: patterns and the modes that follow them, by mode;
-    is_thinking: the prompt has begun the thoughts; max_calls: further calls are dropped."""
+    """The parser of one answer. `marks`: patterns and the modes that follow them, by mode; without
+    them all text is content. is_thinking: the prompt has begun the thoughts; max_calls: further
+    calls are dropped."""
 
     def __init__(
         self,
-        marks: Mapping[str, Mapping[str, str]],
+        marks: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
         is_thinking: bool = False,
         max_calls: float = math.inf,
     ):
@@ -44,21 +35,33 @@ class MessageParser:
         self.max_calls = max_calls
         self.pending = ""
         self.strips = is_thinking  # white space after a mark is no part of the message
-        self.arguments = ""  # of the last call
         self.num_calls = 0
-        self.delta = {}
+        self.num_thought_tokens = 0
+        # Of the last call's arguments, so far:
+        self.depth = 0  # braces that are open
+        self.is_string = False  # does the text end inside a string?
+        self.escape = ""  # the backslash that it ends with
+        self.deltas: list[dict] = []
 
-    def feed(self, text: str, is_last: bool = False) -> dict:
-        """What the message gains, as OpenAI streams it: content, reasoning_content, tool_calls. The
-        last text brings what was held back."""
-        self.pending += text
-        self.delta = {}
+    def feed(self, texts: Iterable[str], is_last: bool = False) -> list[dict]:
+        """What the message gains from the texts of tokens, in their order: dicts of content, of
+        reasoning_content or of tool_calls, as OpenAI streams them. The last text brings what was
+        held back."""
+        self.deltas = []
+        for text in texts:
+            self.num_thought_tokens += self.mode == "reasoning_content"
+            self.pending += text
+            self.read(False)
+        if is_last:
+            self.read(True)
+        return self.deltas
+
+    def read(self, is_last: bool) -> None:
         while self.pending:
             if self.mode == "arguments":
                 self.read_arguments()
             elif not self.read_mark(is_last):
-                break
-        return self.delta
+                return
 
     def take(self, length: int) -> str:
         text = self.pending[:length]
@@ -85,36 +88,55 @@ class MessageParser:
         self.take(len(match[0]) - (self.mode == "arguments"))
         return True
 
+    def last_delta(self, key: str, empty: object) -> dict:
+        """The last delta if it has this key, or else a new one."""
+        if not self.deltas or key not in self.deltas[-1]:
+            self.deltas.append({key: empty})
+        return self.deltas[-1]
+
     def add_text(self, text: str) -> None:
         if self.strips:
             text = text.lstrip()
         if text:
             self.strips = False
-            self.delta[self.mode] = self.delta.get(self.mode, "") + text
+            self.last_delta(self.mode, "")[self.mode] += text
 
     def add_call(self, name: str) -> None:
-        self.arguments = ""
         self.num_calls += 1
+        call = {
+            "index": self.num_calls - 1,
+            "id": uuid.uuid4().hex[:CALL_ID_LENGTH],
+            "type": "function",
+            "function": {"name": name, "arguments": ""},
+        }
         if self.num_calls <= self.max_calls:
-            self.delta.setdefault("tool_calls", []).append(
-                {
-                    "index": self.num_calls - 1,
-                    "id": uuid.uuid4().hex[:CALL_ID_LENGTH],
-                    "type": "function",
-                    "function": {"name": name, "arguments": ""},
-                }
-            )
+            self.deltas.append({"tool_calls": [call]})
 
     def read_arguments(self) -> None:
         """Read the last call's arguments, as far as they go."""
-        end = object_end(self.arguments + self.pending) if "}" in self.pending else None
-        text = self.take(len(self.pending) if end is None else end - len(self.arguments))
-        self.arguments += text
+        end = self.arguments_end()
+        text = self.take(len(self.pending) if end is None else end)
         if end is not None:
             self.mode = "tail"
             self.strips = True
         if self.num_calls <= self.max_calls:
-            calls = self.delta.setdefault("tool_calls", [])
-            if not calls:
-                calls.append({"index": self.num_calls - 1, "function": {"arguments": ""}})
-            calls[-1]["function"]["arguments"] += text
+            more = {"index": self.num_calls - 1, "function": {"arguments": ""}}
+            (call,) = self.last_delta("tool_calls", [more])["tool_calls"]
+            call["function"]["arguments"] += text
+
+    def arguments_end(self) -> int | None:
+        """Where in the pending text the arguments' object ends; None: later. Every character is
+        read once, however long the arguments are."""
+        text = self.escape + self.pending
+        num_before = len(self.escape)
+        self.escape = ""
+        for token in JSON_TOKEN.finditer(text):
+            if token[0] == '"':
+                self.is_string = not self.is_string
+            elif token[0] == "\\":
+                self.escape = "\\"
+            elif not self.is_string:
+                self.depth += DEPTHS.get(token[0], 0)
+                if self.depth == 0:
+                    return token.end() - num_before
+        return None

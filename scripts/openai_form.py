@@ -172,6 +172,7 @@ class Completion(TextRequest):
     chat: ClassVar = False
     tools: ClassVar = None
     forced_tools: ClassVar = ()
+    parallel_tool_calls: ClassVar = True
     separate_reasoning: ClassVar = False
     prompts: Annotated[
         list[str | Annotated[list[int], NonEmpty]], BeforeValidator(as_list), NonEmpty
@@ -206,22 +207,24 @@ class ToolCall(BaseModel):
     function: Function
 
 
+def check_parameters(schema: dict) -> dict:
+    if schema.get("type", "object") != "object":
+        raise ValueError("the parameters must be an object's schema")
+    return schema
+
+
 class ToolFunction(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     name: Annotated[str, Field(pattern=f"^{NAME}$")]
     description: str | None = None
-    parameters: dict | None = None
+    parameters: Annotated[dict, AfterValidator(check_parameters)] | None = None
 
     @property
     def schema(self) -> dict:
-        """The schema of its arguments. As in OpenAI's API, a function without parameters has none.
-        ValueError for one of anything but an object."""
-        if self.parameters is None:
-            return {"type": "object", "additionalProperties": False}
-        schema = {"type": "object", **self.parameters}
-        if schema["type"] != "object":
-            raise ValueError(f"the parameters of {self.name} must be an object's schema")
-        return schema
+        """The schema of its arguments. As in OpenAI's API, a function without parameters has
+        none."""
+        parameters = {"additionalProperties": False} if self.parameters is None else self.parameters
+        return {"type": "object", **parameters}
 
 
 class Tool(BaseModel):
@@ -373,18 +376,18 @@ def token_counts(prompt_tokens: int, decoded: int) -> dict:
 
 class Answer:
     """The objects of one request's answers. `pieces`: the bytes of every token id. new_parser:
-    makes the parser of a message's text, or returns None if all of it is content."""
+    makes the parser of a message's text."""
 
     def __init__(
         self,
         request: TextRequest,
         model: str,
         pieces: Sequence[bytes],
-        new_parser: Callable[[], MessageParser | None] = lambda: None,
+        new_parser: Callable[[], MessageParser] = MessageParser,
     ):
         self.request = request
         self.pieces = pieces
-        self.parsers: dict[int, MessageParser | None] = defaultdict(new_parser)  # of each answer
+        self.parsers: dict[int, MessageParser] = defaultdict(new_parser)  # of each answer
         id_prefix = "chatcmpl" if request.chat else "cmpl"
         object_type = "text_completion"
         if request.chat:
@@ -406,7 +409,11 @@ class Answer:
             for index, timing in timings.items()
             if index % self.request.n == 0
         )
-        details = {"prompt_tokens_details": {"cached_tokens": cached}}
+        thoughts = sum(parser.num_thought_tokens for parser in self.parsers.values())
+        details = {
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {"reasoning_tokens": thoughts},
+        }
         return token_counts(prompt_tokens, decoded) | details
 
     def opening(self, index: int, usage: dict | None = None) -> dict:
@@ -421,44 +428,44 @@ class Answer:
             chunk["usage"] = usage
         return chunk
 
-    def choice(self, event: Event) -> dict:
-        """One choice, of a chunk or of a complete answer."""
-        request = self.request
-        ending = event.ending or {}
-        choice = {
-            "index": event.index,
-            **self.content(event),
-            "logprobs": self.logprobs(event),
-            "finish_reason": self.finish_reason(event),
-        }
-        if request.tokens and event.tokens:
-            choice["tokens"] = [token.as_json() for token in event.tokens]
-        if ending:
-            choice["timings"] = ending["timings"]
-        return choice
+    def choices(self, event: Event) -> list[dict]:
+        """One choice of a complete answer; of a stream one for each part of the message that the
+        event brings, in the order of the text."""
+        choices = [
+            {"index": event.index, **content, "logprobs": None, "finish_reason": None}
+            for content in self.contents(event)
+        ]
+        choices[0]["logprobs"] = self.logprobs(event)
+        if self.request.tokens and event.tokens:
+            choices[0]["tokens"] = [token.as_json() for token in event.tokens]
+        if event.ending:
+            choices[-1]["finish_reason"] = self.finish_reason(event)
+            choices[-1]["timings"] = event.ending["timings"]
+        return choices
 
-    def content(self, event: Event) -> dict:
-        """The key of a choice that has its text."""
-        text = "".join(token.text for token in event.tokens)
+    def contents(self, event: Event) -> list[dict]:
+        """The key of each choice that has its text."""
+        texts = [token.text for token in event.tokens]
         if not self.request.chat:
-            return {"text": text}
-        parser = self.parsers[event.index]
-        if parser is None:
-            delta = {"content": text} if text else {}
-        else:
-            delta = parser.feed(text, is_last=event.ending is not None)
+            return [{"text": "".join(texts)}]
+        deltas = self.parsers[event.index].feed(texts, is_last=event.ending is not None)
         if self.request.stream:
-            return {"delta": delta}
-        for call in delta.get("tool_calls", ()):
+            if event.ending or not deltas:
+                deltas.append({})
+            return [{"delta": delta} for delta in deltas]
+        message = {"role": "assistant", "content": "", "refusal": None}
+        for delta in deltas:
+            for key, value in delta.items():
+                message[key] = message[key] + value if key in message else value
+        for call in message.get("tool_calls", ()):
             del call["index"]
-        content = None if "tool_calls" in delta else ""
-        return {"message": {"role": "assistant", "content": content, "refusal": None, **delta}}
+        if "tool_calls" in message:
+            message["content"] = message["content"] or None
+        return [{"message": message}]
 
     def finish_reason(self, event: Event) -> str | None:
-        """None before an answer's end."""
-        reason = event.ending and event.ending.get("finish_reason")
-        parser = self.parsers[event.index]
-        has_calls = parser is not None and parser.num_calls > 0
+        reason = event.ending.get("finish_reason")
+        has_calls = self.parsers[event.index].num_calls > 0
         return "tool_calls" if reason == "stop" and has_calls else reason
 
     def logprobs(self, event: Event) -> dict | None:

@@ -10,18 +10,20 @@ streamed or not, so that a response says what the chat would, and a stream what 
 Keys that are not named in this file go to the chat's request, which reads them or refuses them.
 """
 
-import itertools
+import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from scripts.openai_form import Chat, Refusal, refusal_of
 from scripts.other_servers import ANY, OFF, is_among
 
-MAX_STORED = 512  # responses; each one's conversation fits in the model's context
+MAX_STORED = 512  # responses
+MAX_STORED_BYTES = 2**26
 # Values of OpenAI's keys at which a request is as without them. At others they are refused.
 NEUTRAL = {
     "background": OFF,
@@ -123,11 +125,12 @@ def read_response_request(body: dict) -> ResponseRequest:
     """The checked body of /v1/responses, in which null is an absent key."""
     keys = {}
     for key, value in body.items():
+        if value is None or is_among(value, NEUTRAL.get(key, ())):
+            continue
         if key in CHAT_KEYS:
             message = f"{key!r} is a key of chats, which /v1/responses does not have"
             raise Refusal(message, key, 400, "unknown_parameter")
-        if value is not None and not is_among(value, NEUTRAL.get(key, ())):
-            keys[key] = value
+        keys[key] = value
     try:
         return ResponseRequest.model_validate(keys)
     except ValidationError as error:
@@ -166,20 +169,20 @@ def chat_messages(items: Iterable[dict]) -> list[dict]:
     messages: list[dict] = []
     for item in items:
         match {"type": "message", **item}:
-            case {"type": "message", "role": "assistant", "content": content}:
-                message = answer_without(messages, "content", "tool_calls")
-                message["content"] = text_of(content)
             case {"type": "message", "role": role, "content": content}:
-                messages.append({"role": role, "content": text_of(content)})
+                message_without(messages, role, "content")["content"] = text_of(content)
             case {"type": "reasoning", "encrypted_content": str()}:
                 raise Refusal("input: reasoning.encrypted_content cannot be read here", "input")
             case {"type": "reasoning"}:
-                message = answer_without(messages, "reasoning_content", "content", "tool_calls")
+                others = ("reasoning_content", "content", "tool_calls")
+                message = message_without(messages, "assistant", *others)
                 message["reasoning_content"] = text_of(item.get("content") or item.get("summary"))
             case {"type": "function_call", "call_id": id, "name": name, "arguments": arguments}:
                 function = {"name": name, "arguments": arguments}
-                calls = answer_without(messages).setdefault("tool_calls", [])
-                calls.append({"id": id, "type": "function", "function": function})
+                message = message_without(messages, "assistant")
+                message.setdefault("tool_calls", []).append(
+                    {"id": id, "type": "function", "function": function}
+                )
             case {"type": "function_call_output", "call_id": id, "output": output}:
                 content = text_of(output)
                 messages.append({"role": "tool", "tool_call_id": id, "content": content})
@@ -192,11 +195,10 @@ def chat_messages(items: Iterable[dict]) -> list[dict]:
     return messages
 
 
-def answer_without(messages: list[dict], *keys: str) -> dict:
-    """The last message, if it is the assistant's and has none of these keys; otherwise a new
-    one."""
-    if not messages or messages[-1]["role"] != "assistant" or messages[-1].keys() & {*keys}:
-        messages.append({"role": "assistant"})
+def message_without(messages: list[dict], role: str, *keys: str) -> dict:
+    """The last message, if it has this role and none of these keys; otherwise a new one."""
+    if not messages or messages[-1]["role"] != role or messages[-1].keys() & {*keys}:
+        messages.append({"role": role})
     return messages[-1]
 
 
@@ -217,30 +219,25 @@ def text_of(content: object) -> object:
 # ----------------------------------------------------------------------------------------- events
 
 
-def text_item(item_type: str, part_type: str, **part_fields) -> dict:
-    part = {"type": part_type, "text": "", **part_fields}
-    return {"type": item_type, "status": "in_progress", "content": [part]}
+class ItemForm(NamedTuple):
+    """How an item of the output begins, and the fields of its text in events."""
+
+    prefix: str  # of its id
+    item: dict
+    part: dict | None = None  # of the part that holds its text; None: a call, which has arguments
 
 
-def message_item() -> dict:
-    item = text_item("message", "output_text", annotations=[], logprobs=[])
-    return {"id": new_id("msg"), "role": "assistant", **item}
-
-
-def reasoning_item() -> dict:
-    return {"id": new_id("rs"), "summary": [], **text_item("reasoning", "reasoning_text")}
-
-
-def call_item(call: dict) -> dict:
-    """The item of a chat's tool call, from its first delta."""
-    return {
-        "id": new_id("fc"),
-        "type": "function_call",
-        "status": "in_progress",
-        "call_id": call["id"],
-        "name": call["function"]["name"],
-        "arguments": "",
-    }
+# By the name that events have for the text of an item.
+ITEM_FORMS = {
+    "output_text": ItemForm(
+        "msg",
+        {"type": "message", "role": "assistant", "content": []},
+        {"annotations": [], "logprobs": []},
+    ),
+    "reasoning_text": ItemForm("rs", {"type": "reasoning", "summary": [], "content": []}, {}),
+    "function_call_arguments": ItemForm("fc", {"type": "function_call", "arguments": ""}),
+}
+TEXT_NAMES = {"reasoning_content": "reasoning_text", "content": "output_text"}
 
 
 @dataclass
@@ -254,6 +251,8 @@ class ResponseEvents:
     num_events: int = 0
     output: list[dict] = field(default_factory=list)
     item: dict | None = None  # grows, and comes after those of the output
+    text_name: str = ""  # the key of its ITEM_FORMS
+    text: str = ""
     ending: dict = field(default_factory=dict)  # the choice with finish_reason and timings
     usage: dict | None = None
 
@@ -263,82 +262,84 @@ class ResponseEvents:
         return event
 
     def item_event(self, name: str, **fields) -> dict:
-        """An event of the item that grows. One of its part or of its text names the item."""
-        place = {"output_index": len(self.output)}
-        if "item" not in fields:
-            place["item_id"] = self.item["id"]
-            place |= {"content_index": 0} if "content" in self.item else {}
+        """An event of the item that grows."""
+        return self.event(f"output_item.{name}", output_index=len(self.output), **fields)
+
+    def text_event(self, name: str, **fields) -> dict:
+        """An event of the text of the item that grows, or of the part that holds the text."""
+        place = {"item_id": self.item["id"], "output_index": len(self.output)}
+        if "content" in self.item:
+            place["content_index"] = 0
+        if self.text_name == "output_text" and "part" not in fields:
+            place["logprobs"] = []
         return self.event(name, **place, **fields)
 
-    def open(self, item: dict) -> Iterator[dict]:
+    def part(self) -> dict:
+        return {"type": self.text_name, "text": self.text, **ITEM_FORMS[self.text_name].part}
+
+    def open(self, text_name: str, **fields) -> Iterator[dict]:
         yield from self.close("completed")
-        self.item = item
-        if "content" not in item:
-            yield self.item_event("output_item.added", item=dict(item))
-            return
-        yield self.item_event("output_item.added", item=item | {"content": []})
-        yield self.item_event("content_part.added", part=dict(item["content"][0]))
+        form = ITEM_FORMS[text_name]
+        self.text_name = text_name
+        self.text = ""
+        self.item = {"id": new_id(form.prefix), "status": "in_progress", **form.item, **fields}
+        yield self.item_event("added", item=dict(self.item))
+        if form.part is not None:
+            yield self.text_event("content_part.added", part=self.part())
 
     def add(self, text: str) -> Iterator[dict]:
-        if "content" not in self.item:
-            self.item["arguments"] += text
-            yield self.item_event("function_call_arguments.delta", delta=text)
-            return
-        part = self.item["content"][0]
-        part["text"] += text
-        yield self.item_event(f"{part['type']}.delta", delta=text, logprobs=[])
+        self.text += text
+        yield self.text_event(f"{self.text_name}.delta", delta=text)
 
     def close(self, status: str) -> Iterator[dict]:
-        item = self.item
-        if item is None:
+        if self.item is None:
             return
-        item["status"] = status
-        if "content" not in item:
-            arguments = item["arguments"]
-            yield self.item_event("function_call_arguments.done", arguments=arguments)
+        key = "text" if "content" in self.item else "arguments"
+        yield self.text_event(f"{self.text_name}.done", **{key: self.text})
+        if key == "text":
+            self.item["content"] = [self.part()]
+            yield self.text_event("content_part.done", part=self.part())
         else:
-            part = item["content"][0]
-            yield self.item_event(f"{part['type']}.done", text=part["text"], logprobs=[])
-            yield self.item_event("content_part.done", part=part)
-        yield self.item_event("output_item.done", item=item)
-        self.output.append(item)
+            self.item["arguments"] = self.text
+        self.item["status"] = status
+        yield self.item_event("done", item=self.item)
+        self.output.append(self.item)
         self.item = None
 
     def feed(self, chunk: dict) -> Iterator[dict]:
-        """The events of one chunk of the chat, whose choice has thoughts, text or calls."""
+        """The events of one chunk of the chat, whose choice has thoughts, text or a call."""
         self.usage = chunk.get("usage") or self.usage
         for choice in chunk["choices"]:
             if choice["finish_reason"] is not None:
                 self.ending = choice
             delta = choice["delta"]
-            if delta.get("reasoning_content"):
-                yield from self.continue_with(reasoning_item(), delta["reasoning_content"])
-            if delta.get("content"):
-                yield from self.continue_with(message_item(), delta["content"])
-            for call in delta.get("tool_calls") or ():
-                if call.get("id"):
-                    yield from self.open(call_item(call))
-                yield from self.add(call["function"].get("arguments") or "")
-
-    def continue_with(self, item: dict, text: str) -> Iterator[dict]:
-        """Text of the item that grows, or of a new one of another type."""
-        if self.item is None or self.item["type"] != item["type"]:
-            yield from self.open(item)
-        yield from self.add(text)
+            for key, text_name in TEXT_NAMES.items():
+                if delta.get(key):
+                    if self.item is None or self.text_name != text_name:
+                        yield from self.open(text_name)
+                    yield from self.add(delta[key])
+            for call in delta.get("tool_calls", ()):
+                function = call["function"]
+                if "id" in call:
+                    names = {"call_id": call["id"], "name": function["name"]}
+                    yield from self.open("function_call_arguments", **names)
+                yield from self.add(function["arguments"])
 
     def end(self) -> Iterator[dict]:
         """The last events. An answer without text and calls is an empty message."""
-        if self.item is None and not self.output:
-            yield from self.open(message_item())
-        status = "incomplete" if self.ending["finish_reason"] == "length" else "completed"
+        if self.item is None:
+            yield from self.open("output_text")
+        is_cut = self.ending["finish_reason"] == "length"
+        status = "incomplete" if is_cut else "completed"
         yield from self.close(status)
-        ended = {"status": status, "output": self.output, "timings": self.ending["timings"]}
-        ended["usage"] = response_usage(self.usage)
-        if status == "incomplete":
-            ended["incomplete_details"] = {"reason": "max_output_tokens"}
-        else:
-            ended["completed_at"] = int(time.time())
-        response = self.response | ended
+        response = self.response | {
+            "status": status,
+            "output": self.output,
+            "usage": response_usage(self.usage),
+            "timings": self.ending["timings"],
+            "completed_at": None if is_cut else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        }
         if response["store"]:
             self.store.add(response, self.conversation)
         yield self.event(status, response=response)
@@ -368,7 +369,7 @@ def response_usage(usage: dict) -> dict:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": num_new},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
     }
 
@@ -376,15 +377,21 @@ def response_usage(usage: dict) -> dict:
 # ------------------------------------------------------------------------------------------ store
 
 
+class Stored(NamedTuple):
+    response: dict
+    conversation: list[dict]  # the items before it, its input and its output
+    num_bytes: int  # of both as JSON
+
+
 class ResponseStore:
-    """Responses in memory, by id, each with the items of its conversation: those before it, its
-    input and its output. Beyond `max_responses` the oldest go."""
+    """Responses in memory, by id. Beyond `max_responses` or `max_bytes` the oldest go."""
 
-    def __init__(self, max_responses: int = MAX_STORED):
+    def __init__(self, max_responses: int = MAX_STORED, max_bytes: int = MAX_STORED_BYTES):
         self.max_responses = max_responses
-        self.responses: dict[str, tuple[dict, list[dict]]] = {}
+        self.max_bytes = max_bytes
+        self.responses: dict[str, Stored] = {}
 
-    def get(self, id: str, name: str = "Response", **error) -> tuple[dict, list[dict]]:
+    def get(self, id: str, name: str = "Response", **error) -> Stored:
         if id not in self.responses:
             raise Refusal(f"{name} with id '{id:.99}' not found.", status=404, **error)
         return self.responses[id]
@@ -395,7 +402,7 @@ class ResponseStore:
         items: list[dict] = []
         if id is not None:
             error = {"param": "previous_response_id", "code": "previous_response_not_found"}
-            items += self.get(id, "Previous response", **error)[1]
+            items += self.get(id, "Previous response", **error).conversation
         if isinstance(request.input, str):
             return [*items, {"role": "user", "content": request.input}]
         return items + [self.resolve(item) for item in request.input]
@@ -404,16 +411,19 @@ class ResponseStore:
         """The item itself, or the one of an output that an item_reference names."""
         if item.get("type") != "item_reference":
             return item
-        outputs = [response["output"] for response, _ in self.responses.values()]
-        for output_item in itertools.chain(*outputs):
-            if output_item["id"] == item.get("id"):
-                return output_item
+        for stored in self.responses.values():
+            for output_item in stored.response["output"]:
+                if output_item["id"] == item.get("id"):
+                    return output_item
         raise Refusal(f"Item with id '{item.get('id')!s:.99}' not found.", "input", 404)
 
     def add(self, response: dict, conversation: list[dict]) -> None:
-        self.responses[response["id"]] = (response, conversation + response["output"])
-        if len(self.responses) > self.max_responses:
-            del self.responses[next(iter(self.responses))]
+        conversation = conversation + response["output"]
+        num_bytes = len(json.dumps([response, conversation]))
+        self.responses[response["id"]] = Stored(response, conversation, num_bytes)
+        num_bytes = sum(stored.num_bytes for stored in self.responses.values())
+        while len(self.responses) > self.max_responses or num_bytes > self.max_bytes:
+            num_bytes -= self.responses.pop(next(iter(self.responses))).num_bytes
 
     def remove(self, id: str) -> None:
         self.get(id)

@@ -57,6 +57,7 @@ try:
     from fastapi import Depends, FastAPI, Request
     from fastapi.middleware.cors import CORSMiddleware
     from fastapi.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+    from pydantic_core import from_json
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect
 
@@ -114,9 +115,10 @@ def model_name(path: str | Path) -> str:
     return path.name
 
 
-def event_stream(lines: AsyncIterator[str]) -> Response:
+def event_stream(*args) -> Response:
+    """The `event_lines` of these arguments."""
     headers = {"Cache-Control": "no-cache"}
-    return StreamingResponse(lines, media_type="text/event-stream", headers=headers)
+    return StreamingResponse(event_lines(*args), media_type="text/event-stream", headers=headers)
 
 
 class EncodedPrompt(NamedTuple):
@@ -256,11 +258,12 @@ class Api:
         request = read_request(body, is_chat, self.name, self.sampling)
         job, answer, num_rows, prompt_tokens = await self.submit(http_request, request)
         if request.stream:
-            return event_stream(stream_events(http_request, job, answer, num_rows, prompt_tokens))
+            chunks = answer_chunks(job, answer, num_rows, prompt_tokens)
+            return event_stream(http_request, chunks, lambda error: error.body, "data: [DONE]\n\n")
         events = [Event(index, []) for index in range(num_rows)]
         async for index, tokens, ending in job.events(num_rows):
             events[index] = Event(index, events[index].tokens + tokens, ending)
-        choices = [answer.choice(event) for event in events]
+        choices = [choice for event in events for choice in answer.choices(event)]
         usage = answer.usage(prompt_tokens, events)
         return json_response({**answer.head, "choices": choices, "usage": usage})
 
@@ -312,13 +315,15 @@ class Api:
         events = ResponseEvents(response, conversation, self.responses)
         chunks = answer_chunks(*submitted)
         if request.stream:
-            return event_stream(stream_response(http_request, events, chunks))
+            return event_stream(http_request, events.of_chat(chunks), events.failure)
         async for event in events.of_chat(chunks):
             response = event.get("response", response)
         return json_response(response)
 
-    async def stored_response(self, id: str) -> Response:
-        return json_response(self.responses.get(id)[0])
+    async def stored_response(self, id: str, http_request: Request) -> Response:
+        for key in http_request.query_params:  # such as stream, which would have events
+            raise Refusal(f"{key!r:.99} is not supported: a response comes whole", key[:99])
+        return json_response(self.responses.get(id).response)
 
     async def delete_response(self, id: str) -> Response:
         self.responses.remove(id)
@@ -334,6 +339,8 @@ class Api:
         if not is_chat and body.get("add_special_tokens") is False:
             bos = body.pop("add_special_tokens")
         request = read_request(body, is_chat, self.name, self.sampling)
+        if len(request.prompts) > 1:
+            raise Refusal(f"{len(request.prompts)} prompts: give one of them", "prompt")
         try:
             ids = await self.in_encoder(self.ids_of, request, request.prompts[0], bos)
         except ValueError as error:
@@ -344,11 +351,10 @@ class Api:
     async def detokenize(self, http_request: Request) -> Response:
         """The text of ids, in which special tokens have none."""
         ids = (await self.in_time(read_body(http_request))).get("tokens")
-        vocab_size = self.llm.tokenizer.vocab_size
-        are_ids = isinstance(ids, list) and all(type(id) is int for id in ids)
-        if not are_ids or not all(0 <= id < vocab_size for id in ids):
-            raise Refusal(f"tokens must be a list of ids below {vocab_size}", "tokens")
-        return json_response({"prompt": self.llm.tokenizer.decode(ids)})
+        vocab = range(self.llm.tokenizer.vocab_size)
+        if not isinstance(ids, list) or not all(type(id) is int and id in vocab for id in ids):
+            raise Refusal(f"tokens must be a list of ids below {len(vocab)}", "tokens")
+        return json_response({"prompt": await self.in_encoder(self.llm.tokenizer.decode, ids)})
 
     async def props(self) -> Response:
         """What llama.cpp's /props has and this server knows, and vLLM's max_model_len."""
@@ -558,11 +564,13 @@ async def read_body(request: Request) -> dict:
 
 def parse_body(body: bytes) -> object:
     """JSON, where question marks replace lone surrogates, which UTF-8 cannot encode. In a stop
-    string they are a UnicodeEncodeError, because the answer would end at any question mark."""
+    string they are a UnicodeEncodeError, because the answer would end at any question mark.
+    ValueError beyond 200 levels, pydantic's limit: Python's own depends on how deep its caller
+    is, so what could be read could perhaps not be written."""
     fields = json.loads(body)
     if isinstance(fields, dict):
         json.dumps(fields.get("stop"), ensure_ascii=False).encode()
-    return json.loads(json.dumps(fields, ensure_ascii=False).encode(errors="replace"))
+    return from_json(json.dumps(fields, ensure_ascii=False).encode(errors="replace"))
 
 
 def log_refusal(request: Request, error: Refusal) -> None:
@@ -577,7 +585,25 @@ def log_refusal(request: Request, error: Refusal) -> None:
 
 
 def event_line(body: dict) -> str:
-    return f"data: {json.dumps(body)}\n\n"
+    """A server-sent event, which has a name if the body has a type."""
+    name = f"event: {body['type']}\n" if "type" in body else ""
+    return f"{name}data: {json.dumps(body)}\n\n"
+
+
+async def event_lines(
+    http_request: Request,
+    events: AsyncIterator[dict],
+    failure: Callable[[Refusal], dict],
+    last: str = "",
+) -> AsyncIterator[str]:
+    """Server-sent events, then `last`. A Refusal among them ends them with its `failure`."""
+    try:
+        async for event in events:
+            yield event_line(event)
+        yield last
+    except Refusal as error:
+        log_refusal(http_request, error)
+        yield event_line(failure(error))
 
 
 async def answer_chunks(
@@ -604,41 +630,14 @@ async def answer_chunks(
         yield answer.chunk(usage=answer.usage(prompt_tokens, events))
 
 
-async def stream_events(http_request: Request, *submitted) -> AsyncIterator[str]:
-    """The chunks of a `Submitted` as server-sent events. An error ends them."""
-    try:
-        async for chunk in answer_chunks(*submitted):
-            yield event_line(chunk)
-    except Refusal as error:
-        log_refusal(http_request, error)
-        yield event_line(error.body)
-        return
-    yield "data: [DONE]\n\n"
-
-
-async def stream_response(
-    http_request: Request, events: ResponseEvents, chunks: AsyncIterator[dict]
-) -> AsyncIterator[str]:
-    """The events of a response as server-sent events, which have names."""
-    try:
-        async for event in events.of_chat(chunks):
-            yield f"event: {event['type']}\n{event_line(event)}"
-    except Refusal as error:
-        log_refusal(http_request, error)
-        event = events.failure(error)
-        yield f"event: {event['type']}\n{event_line(event)}"
-
-
 def chunks(answer: Answer, event: Event, opened: set[int], usage: dict | None) -> Iterator[dict]:
     """The chunks of an event. A chat's role comes before its first token; `opened` has the answers
     whose role was sent."""
     if answer.request.chat and event.index not in opened:
         opened.add(event.index)
         yield answer.opening(event.index, usage)
-    if event.tokens:
-        yield answer.chunk(answer.choice(event._replace(ending=None)), usage=usage)
-    if event.ending:
-        yield answer.chunk(answer.choice(event._replace(tokens=[])), usage=usage)
+    for choice in answer.choices(event):
+        yield answer.chunk(choice, usage=usage)
 
 
 def log_config() -> dict:

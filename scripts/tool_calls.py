@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from decoding.grammar import OPTIONS
 
-NAME = r"[\w.:/-]+"
+NAME = r"[\w.:/-]{1,128}"  # a longer one is text, which nobody holds back
 # More white space than a space of a pattern stands for is text.
 ATOMS = {"NAME": f"({NAME})", "WORD": NAME, " ": r"\s{0,9}"}
 

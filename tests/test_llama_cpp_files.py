@@ -274,7 +274,8 @@ def test_the_server_reads_the_calls_that_templates_write(models):
         conversation = [*question, assistant("", tool_calls=[IN_ZURICH | {"id": "abcdefgh1"}])]
         text = rendered(source, conversation, tools=[WEATHER], add_generation_prompt=False, **names)
         prompt = rendered(source, question, tools=[WEATHER], add_generation_prompt=True, **names)
-        (call,) = form.parser().feed(text.removeprefix(prompt), is_last=True)["tool_calls"]
+        (delta,) = form.parser().feed([text.removeprefix(prompt)], is_last=True)
+        (call,) = delta["tool_calls"]
         assert call["function"]["name"] == "weather"
         assert json.loads(call["function"]["arguments"]) == {"city": "Zürich", "days": 2}
         word = max((word for word in words if word in file.stem), key=len, default=file.stem)

@@ -36,6 +36,7 @@ from scripts.responses import (
     read_response_request,
     with_own_param,
 )
+from scripts.serve import parse_body
 
 EVENT_TYPES = {
     typing.get_args(event_type.model_fields["type"].annotation)[0]: event_type
@@ -47,6 +48,7 @@ USAGE = {
     "completion_tokens": 3,
     "total_tokens": 8,
     "prompt_tokens_details": {"cached_tokens": 1},
+    "completion_tokens_details": {"reasoning_tokens": 2},
 }
 
 
@@ -157,6 +159,7 @@ def test_events_obey_a_grammar_and_their_deltas_are_the_items(thoughts, texts, c
     usage = response["usage"]
     assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (5, 3, 8)
     assert usage["input_tokens_details"]["cached_tokens"] == 1
+    assert usage["output_tokens_details"] == {"reasoning_tokens": 2}
 
 
 @settings(deadline=None, max_examples=60)
@@ -293,6 +296,8 @@ NEUTRAL_KEYS = {
     "metadata": {"a": "b"},
     "conversation": None,
     "prompt": None,
+    "max_tokens": None,
+    "n": None,
     "reasoning": {"effort": None},
     "text": {"format": {"type": "text"}, "verbosity": "medium"},
 }
@@ -357,6 +362,15 @@ def test_what_is_not_there_is_refused_by_name(keys, param):
         assert tool["type"] in error["message"]
 
 
+def test_json_of_many_levels_is_refused_before_it_is_too_deep_to_be_written():
+    """A response nests its request's tools deeper; with 954 levels the answer was status 500."""
+    for depth in (1, 150):
+        assert parse_body(b'{"a":' * depth + b"1" + b"}" * depth)
+    for depth in (250, 954, 100_000):
+        with pytest.raises((ValueError, RecursionError)):
+            parse_body(b'{"a":' * depth + b"1" + b"}" * depth)
+
+
 def test_items_in_a_row_are_one_message_of_the_assistant():
     def call(name: str) -> dict:
         return {"type": "function_call", "call_id": name, "name": name, "arguments": "{}"}
@@ -391,8 +405,7 @@ def test_items_in_a_row_are_one_message_of_the_assistant():
         },
         {"role": "tool", "tool_call_id": "f", "content": "4"},
         {"role": "tool", "tool_call_id": "g", "content": "42"},
-        {"role": "assistant", "tool_calls": [chat_call("f")]},
-        {"role": "assistant", "content": "Done."},
+        {"role": "assistant", "tool_calls": [chat_call("f")], "content": "Done."},
         {"role": "assistant", "content": "Really."},
     ]
 
@@ -422,6 +435,76 @@ def test_the_oldest_responses_go_and_the_others_keep_their_conversations():
         assert caught.value.body["error"]["code"] == "previous_response_not_found"
     store.remove(ids[3])
     assert list(store.responses) == [ids[2], ids[4]]
+
+
+def test_stored_responses_have_a_limit_of_bytes():
+    """Whatever they are made of: keys that no template reads, too."""
+    store = ResponseStore(max_bytes=100_000)
+    for number, long in enumerate(["metadata", "input", "tools", "junk"] * 3):
+        text = "x" * 20_000
+        tool = {"type": "function", "name": "f", "description": text}
+        item = {"role": "user", "content": "a", "junk": text}
+        keys = {"metadata": {"a": text}, "input": text, "tools": [tool]}
+        keys = {"input": [item]} if long == "junk" else {long: keys[long]}
+        events = response_events([chunk(content=f"t{number}"), chunk("stop")], store, **keys)
+        num_bytes = sum(
+            len(json.dumps([stored.response, stored.conversation]))
+            for stored in store.responses.values()
+        )
+        assert num_bytes <= 100_000 and events[-1]["response"]["id"] in store.responses
+    assert len(store.responses) > 2
+    response_events([chunk("stop")], store, metadata={"a": "x" * 200_000})
+    assert store.responses == {}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=5,
+)
+ITEM = {
+    "type": st.sampled_from(
+        ["message", "function_call", "function_call_output", "reasoning", "item_reference"]
+    ),
+    "role": st.sampled_from(["user", "assistant", "system", "tool", 3]),
+    "content": st.lists(st.fixed_dictionaries({"type": JSON, "text": JSON}), max_size=2),
+    "summary": JSON,
+    "call_id": JSON,
+    "name": JSON,
+    "arguments": JSON,
+    "output": JSON,
+    "id": JSON,
+}
+ITEM = {key: JSON | values for key, values in ITEM.items()}
+TOOL = {"type": st.just("function"), "name": st.just("f"), "parameters": JSON, "strict": JSON}
+BODY = {
+    "instructions": JSON,
+    "tools": st.lists(st.fixed_dictionaries({}, optional=TOOL), max_size=2),
+    "tool_choice": st.sampled_from(["auto", "none", "required"]),
+    "text": st.fixed_dictionaries({}, optional={"format": JSON, "verbosity": JSON}),
+    "metadata": JSON,
+    "reasoning": JSON,
+    "previous_response_id": JSON,
+    "max_output_tokens": JSON,
+    "stop": JSON,
+    "include": JSON,
+}
+BODY = {key: JSON | values for key, values in BODY.items()}
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.text(max_size=3) | st.lists(st.fixed_dictionaries({}, optional=ITEM), max_size=4) | JSON,
+    st.fixed_dictionaries({}, optional=BODY),
+)
+def test_any_json_is_a_chat_or_a_refusal(body_input, keys):
+    """No other exception, which would be status 500."""
+    try:
+        request = read_response_request({"input": body_input, **keys})
+        body = request.chat_body(ResponseStore().conversation(request))
+        json.dumps(request.response(read_request(body, True, "m", Sampling()), "m"))
+    except Refusal as refusal:
+        assert 400 <= refusal.status < 500
 
 
 SAMPLE = re.compile(r'quickdraft_(\w+)(\{\w+="\w+"(,\w+="\w+")*\})? (\d+(\.\d+)?(e-?\d+)?)')
@@ -564,6 +647,8 @@ def test_openais_client_streams_parses_and_goes_on(server):
     items = [messages[0], *[item.to_dict() for item in first.output], messages[2]]
     assert respond(server, input=items, store=False).output_text == text
     assert server.client.responses.retrieve(second.id) == second
+    with pytest.raises(openai.BadRequestError, match="'stream' is not supported"):
+        server.client.responses.retrieve(second.id, stream=True)
     server.client.responses.delete(first.id)
     for id in (first.id, respond(server, input="a", store=False).id):
         with pytest.raises(openai.NotFoundError) as caught:
@@ -719,6 +804,7 @@ def test_tokens_and_props_are_the_servers_own(server):
         ("/tokenize", {"prompt": 3}),
         ("/tokenize", {}),
         ("/tokenize", {"messages": []}),
+        ("/tokenize", {"prompt": ["a", "b"]}),
         ("/tokenize", {"messages": messages, "add_special_tokens": True}),
         ("/detokenize", {"tokens": [2048]}),
         ("/detokenize", {"tokens": [-1]}),

@@ -868,11 +868,11 @@ def test_neutral_values_ask_for_nothing_and_an_answer_is_pure_ascii():
     ask_logprobs = read_request({"prompt": "a", "logprobs": 2}, False, "m", Sampling())
     # its piece begins with a blank
     first = Token(1, "One", top_logprobs=[[1, -0.5], [1, -0.5], [0, -1.0]])
-    logprobs = Answer(ask_logprobs, "m", [b"a", b" One"]).choice(Event(0, [first], None))[
+    logprobs = Answer(ask_logprobs, "m", [b"a", b" One"]).choices(Event(0, [first], None))[0][
         "logprobs"
     ]
     assert logprobs["top_logprobs"] == [{"One": -0.5, "a": -1.0}] and logprobs["tokens"] == ["One"]
-    choice = Answer(ask, "m", []).choice(Event(0, [Token(5, "é"), Token(6, "")], None))
+    (choice,) = Answer(ask, "m", []).choices(Event(0, [Token(5, "é"), Token(6, "")], None))
     assert choice["message"]["content"] == "é" and serve.json_response(choice).body.isascii()
 
 
@@ -1139,7 +1139,8 @@ def test_a_chats_role_comes_with_its_first_token():
 
     async def lines() -> list[dict]:
         job = Job(asyncio.get_running_loop())
-        events = serve.stream_events(None, job, Answer(request, "m", []), 2, 5)
+        chunks = serve.answer_chunks(job, Answer(request, "m", []), 2, 5)
+        events = serve.event_lines(None, chunks, None)
         first = asyncio.ensure_future(anext(events))
         await asyncio.sleep(0.05)
         assert not first.done()
@@ -1151,9 +1152,7 @@ def test_a_chats_role_comes_with_its_first_token():
         ):
             job.send(event)
         received = [await first, *[line async for line in events]]
-        return [
-            json.loads(line.removeprefix("data: ")) for line in received if "[DONE]" not in line
-        ]
+        return [json.loads(line.removeprefix("data: ")) for line in received if line]
 
     choices = [line["choices"][0] for line in asyncio.run(lines())]
     shown = [

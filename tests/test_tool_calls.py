@@ -6,8 +6,10 @@ logits allow one text alone, decodes the texts of the server's tests.
 """
 
 import asyncio
+import contextlib
 import json
 import threading
+import time
 from types import SimpleNamespace
 
 import httpx2
@@ -29,10 +31,10 @@ from loading.tokenizer import load_tokenizer
 from scripts.batches import Decoder
 from scripts.message_form import MessageForm
 from scripts.message_parser import MessageParser
-from scripts.openai_form import read_request
+from scripts.openai_form import Refusal, read_request
 from scripts.serve import Api
 from scripts.serve_flags import parse_args
-from scripts.tool_calls import CALL_FORMATS, THOUGHTS
+from scripts.tool_calls import CALL_FORMATS, THOUGHTS, calls_rule
 
 DEMO = ROOT / "checkpoints" / "demo"
 TURN = "<|turn|>"  # begins every answer
@@ -142,10 +144,10 @@ def joined(deltas: list[dict]) -> dict:
 
 
 def parsed(parser: MessageParser, *pieces: str) -> dict:
-    deltas = [
-        parser.feed(piece, is_last=number == len(pieces) - 1) for number, piece in enumerate(pieces)
-    ]
-    return joined(deltas)
+    deltas = []
+    for piece in pieces:
+        deltas += parser.feed([piece])
+    return joined(deltas + parser.feed([], is_last=True))
 
 
 NAMES = st.from_regex(r"[A-Za-z0-9_-]{1,12}", fullmatch=True)
@@ -216,22 +218,57 @@ def test_what_is_no_call_stays_as_the_model_wrote_it(family):
     text = head + '"a": 1}' + form.tail + form.end
     assert parsed(form_of(family).parser(), text)["calls"] == [["f", '{"a": 1}']]
     parser = form_of(family, tools=None).parser()
-    if parser is not None:
-        assert parsed(parser, text) == {"content": text, "reasoning_content": "", "calls": []}
+    assert parsed(parser, text) == {"content": text, "reasoning_content": "", "calls": []}
     parser = form_of(family).parser()
-    assert parser.feed("One day") == {"content": "One day"}
-    assert parser.feed(", Tom<") in ({"content": ", Tom<"}, {"content": ", Tom"})
+    assert parser.feed(["One day"]) == [{"content": "One day"}]
+    assert parser.feed([", Tom<"]) in ([{"content": ", Tom<"}], [{"content": ", Tom"}])
 
 
 def test_arguments_stream_as_they_come():
     parser = form_of("Hermes and Qwen").parser()
-    assert parser.feed("Wait.\n<tool_call>\n{") == {"content": "Wait."}
-    assert parser.feed('"name": "add", "arguments": ') == {}
-    (call,) = parser.feed('{"a"')["tool_calls"]
+    assert parser.feed(["Wait.", "\n<tool_call>\n{"]) == [{"content": "Wait."}]
+    assert parser.feed(['"name": "add", "arguments": ']) == []
+    ((call,),) = [delta["tool_calls"] for delta in parser.feed(['{"a"'])]
     assert call["function"] == {"name": "add", "arguments": '{"a"'} and len(call["id"]) == 9
-    assert parser.feed(": 1") == {"tool_calls": [{"index": 0, "function": {"arguments": ": 1"}}]}
-    assert parser.feed("}") == {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}
-    assert parser.feed("}\n</tool") == {} and parser.feed("", is_last=True) == {}
+    assert parser.feed([": 1"]) == [
+        {"tool_calls": [{"index": 0, "function": {"arguments": ": 1"}}]}
+    ]
+    rest = [{"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}, {"content": "Done."}]
+    assert parser.feed(["}", "}\n</tool_call>\nDone."]) == rest
+    assert parser.feed(["}\n</tool"]) == [{"content": "}\n</tool"}]
+    assert parser.feed([], is_last=True) == []
+
+
+def test_long_arguments_are_read_once():
+    """Twice the text takes twice the time. If every piece were read with those before it, this
+    would take minutes; the server's other connections would wait."""
+    parser = form_of("Hermes and Qwen").parser()
+    parser.feed(['<tool_call>{"name": "add", "arguments": {"a": "'])
+    began = time.perf_counter()
+    deltas = parser.feed(["if (x) { }"] * 20_000)
+    assert time.perf_counter() - began < 5
+    ((call,),) = [delta["tool_calls"] for delta in deltas]
+    assert call["function"]["arguments"] == "if (x) { }" * 20_000
+
+
+def test_a_backslash_and_what_it_escapes_may_come_apart():
+    arguments = json.dumps({"a": 'x"}', "b": "\\", "c": {"d": '\\"'}})
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>Done.'
+    expected = {"content": "Done.", "reasoning_content": "", "calls": [["f", arguments]]}
+    for cut in range(len(text)):
+        assert parsed(form_of("Hermes and Qwen").parser(), text[:cut], text[cut:]) == expected
+    assert parsed(form_of("Hermes and Qwen").parser(), *text) == expected
+
+
+def test_no_more_than_a_mark_is_held_back():
+    """A name that never ends is text, so that what waits stays short."""
+    for head in ('<tool_call>{"name": "', "<tool_call>" + " " * 9):
+        parser = form_of("Hermes and Qwen").parser()
+        parser.feed([head])
+        for _ in range(300):
+            parser.feed(["a"])
+            assert len(parser.pending) < 200
+        assert parser.mode == "content"
 
 
 def test_parallel_tool_calls_false_gives_the_first_call_alone():
@@ -267,6 +304,66 @@ def test_thoughts_are_no_content(thoughts, text):
     if family != "gpt-oss":
         parser = form_of(family, thoughts, separate_reasoning=False).parser()
         assert parsed(parser, text)["content"] == text
+
+
+# --------------------------------------------------------------------------------------- requests
+
+
+JSON = VALUES | st.floats() | st.binary(max_size=2).map(lambda text: text.decode("latin-1"))
+
+
+def mostly(strategy):
+    return st.integers(0, 19).flatmap(lambda number: strategy if number else JSON)
+
+
+def maybe(**shape):
+    """An object with some of these keys; at times any JSON in its place or in theirs."""
+    keys = {
+        key: st.just(value) if isinstance(value, str) else value for key, value in shape.items()
+    }
+    return mostly(st.fixed_dictionaries({key: mostly(each) for key, each in keys.items()}))
+
+
+NAMED = maybe(name="f", arguments="{}", description="d", parameters=maybe(type="object", x=JSON))
+CHAT = {
+    "messages": st.lists(
+        maybe(
+            role=st.sampled_from(["user", "assistant", "tool", "system"]),
+            content=st.lists(maybe(type="text", text="a"), max_size=2) | st.just("a"),
+            tool_calls=st.lists(maybe(id="x", type="function", function=NAMED), max_size=2),
+            tool_call_id="x",
+            reasoning_content="a",
+        ),
+        max_size=3,
+    ),
+    "tools": st.lists(maybe(type="function", function=NAMED), max_size=2),
+    "tool_choice": st.sampled_from(["none", "required"]) | maybe(type="function", function=NAMED),
+    "response_format": maybe(type="json_schema", json_schema=maybe(schema=maybe(type="object"))),
+    "parallel_tool_calls": mostly(st.booleans()),
+}
+
+
+@given(keys=st.fixed_dictionaries({}, optional=CHAT))
+@settings(max_examples=300, deadline=None)
+def test_any_json_is_a_chat_or_a_refusal(keys):
+    """ValueErrors are refusals where prompts are encoded; another exception would be status 500."""
+    try:
+        request = read_request(keys, True, "m", Sampling())
+    except Refusal as refusal:
+        assert 400 <= refusal.status < 500
+        return
+    form = MessageForm(request, SimpleNamespace(template=template("Hermes and Qwen"), specials={}))
+    assert form.parser().feed(["a"], is_last=True) == [{"content": "a"}]
+    (messages,) = request.prompts
+    with contextlib.suppress(ValueError):
+        form.tokenizer.template.render(messages, True, request.template_tools)
+    if request.forced_tools:
+        assert "%json" in calls_rule(
+            form.calls,
+            {tool.function.name: tool.function.schema for tool in request.forced_tools},
+            request.is_parallel,
+            {},
+        )
 
 
 # --------------------------------------------------------------------------------------- the server
@@ -545,7 +642,7 @@ def test_tools_that_cannot_work_are_refused_with_what_would(server):
             "tools": [
                 {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
             ],
-            "tool_choice": "required",
+            "response_format": {"type": "json_object"},
         },
         "another choice": {"tool_choice": "sometimes"},
     }
