@@ -376,7 +376,8 @@ def token_counts(prompt_tokens: int, decoded: int) -> dict:
 
 class Answer:
     """The objects of one request's answers. `pieces`: the bytes of every token id. new_parser:
-    makes the parser of a message's text."""
+    makes the parser of a message's text. `stop_ids`: the tokens that end an answer and are no part
+    of it."""
 
     def __init__(
         self,
@@ -384,9 +385,11 @@ class Answer:
         model: str,
         pieces: Sequence[bytes],
         new_parser: Callable[[], MessageParser] = MessageParser,
+        stop_ids: frozenset[int] = frozenset(),
     ):
         self.request = request
         self.pieces = pieces
+        self.stop_ids = stop_ids
         self.parsers: dict[int, MessageParser] = defaultdict(new_parser)  # of each answer
         id_prefix = "chatcmpl" if request.chat else "cmpl"
         object_type = "text_completion"
@@ -479,8 +482,12 @@ class Answer:
         return self.pieces[id].decode(errors="replace")
 
     def chat_logprobs(self, tokens: list[Token]) -> dict:
+        """An entry a token. As in OpenAI's API, the token that ends an answer has none: clients
+        join the entries to the text."""
         content = []
         for token in tokens:
+            if token.id in self.stop_ids:
+                continue
             chosen, *others = (
                 {
                     "token": self.token_text(id),

@@ -27,7 +27,8 @@ MAX_STORED_BYTES = 2**26
 # Values of OpenAI's keys at which a request is as without them. At others they are refused.
 NEUTRAL = {
     "background": OFF,
-    "include": OFF,
+    # Stateless clients ask for it; here an item of reasoning has its thoughts in the clear.
+    "include": (*OFF, ["reasoning.encrypted_content"]),
     "max_tool_calls": ANY,  # of tools that run on OpenAI's servers
     "stream_options": ANY,  # include_obfuscation, which this server's streams do without
     "top_logprobs": OFF,

@@ -297,7 +297,7 @@ class Api:
         job.grammar = await self.in_encoder(self.compile_grammar, form)
         self.decoder.add(self.rows(job, request, prompts))
         job.watcher = asyncio.create_task(self.watch(http_request, job))
-        answer = Answer(request, self.name, self.pieces, form.parser)
+        answer = Answer(request, self.name, self.pieces, form.parser, job.stop_ids)
         return Submitted(job, answer, num_rows, sum(len(prompt.ids) for prompt in prompts))
 
     # ----------------------------------------------------------------------------------- responses

@@ -304,7 +304,10 @@ NEUTRAL_KEYS = {
 
 
 def test_neutral_keys_change_nothing():
+    """Encrypted thoughts are asked for by clients that store nothing, such as inspect-ai: the items
+    have their thoughts in the clear."""
     assert chat_of(**NEUTRAL_KEYS) == chat_of()
+    assert chat_of(include=["reasoning.encrypted_content"]) == chat_of()
 
 
 @pytest.mark.parametrize(
@@ -314,7 +317,8 @@ def test_neutral_keys_change_nothing():
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"truncation": "auto"}, "truncation"),
-        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"include": ["reasoning.encrypted_content", "file_search_call.results"]}, "include"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"context_management": [{"type": "compaction"}]}, "context_management"),
         ({"reasoning": {"effort": "high"}}, "reasoning_effort"),

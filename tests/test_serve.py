@@ -375,6 +375,28 @@ def test_log_probabilities_are_the_models(server, model, tokenizer, plain_answer
     assert scored.text == PROMPTS[0] and len(scored.logprobs.tokens) == len(prompt)
 
 
+def test_a_chats_log_probabilities_are_those_of_its_text(server, tokenizer, plain_answer):
+    """Without the token that ended it, as in OpenAI's API: guidance joins the entries."""
+    ids = plain_answer(PROMPTS[0], 12)[1]
+    end = next(id for id in ids[6:] if id not in ids[:6])
+    pieces = [tokenizer.pieces()[id] for id in ids[: ids.index(end)]]
+    options = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": PROMPTS[0]}],
+        "temperature": 0,
+        "logprobs": True,
+        "extra_body": {"stop_token_ids": [end]},
+    }
+    create = server.client.chat.completions.create
+    (choice,) = create(**options).choices
+    chunks = [chunk.choices[0] for chunk in create(**options, stream=True)]
+    streamed = [entry for part in chunks if part.logprobs for entry in part.logprobs.content]
+    assert choice.finish_reason == chunks[-1].finish_reason == "stop"
+    assert choice.message.content == b"".join(pieces).decode()
+    for entries in (choice.logprobs.content, streamed):
+        assert [bytes(entry.bytes) for entry in entries] == pieces
+
+
 @pytest.mark.parametrize("draft", [[], DRAFT], ids=["plain", "drafted"])
 def test_an_echoed_prompt_runs_once_in_chunks_while_others_decode(
     serving, tokenizer, monkeypatch, draft
