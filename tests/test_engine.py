@@ -113,7 +113,7 @@ def test_engines_keep_their_own_code_on_older_torch(folder_of, isolated, monkeyp
 def test_no_prompt_and_no_number_of_threads_compiles_anew(folder_of, scheme):
     """Prompts of more and fewer rows than the kernels take at once, embedded by a quantized head. A
     program may change the number of threads between two requests."""
-    options = {"dtype": torch.float32, "quantize": scheme, "head": scheme}
+    options = {"dtype": torch.float32, "quantize": scheme, "head_scheme": scheme}
     engine = Engine(load_model(folder_of("llama-3.2"), **options), 1, 60, compile=True)
     engine.warm_up(GREEDY)
     eager, usual = load_model(folder_of("llama-3.2"), **options), torch.get_num_threads()

@@ -252,7 +252,7 @@ def test_on_a_terminal_it_moves_and_ctrl_c_ends_it():
         stdout=slave,
         stderr=slave,
         close_fds=True,
-        env={**environment, "TERM": "xterm"},
+        env={**environment, "TERM": "xterm-256color"},
         preexec_fn=lambda: (os.setsid(), fcntl.ioctl(slave, termios.TIOCSCTTY, 0)),
     )
     os.close(slave)

@@ -904,7 +904,7 @@ def test_the_program_on_two_ranks(text_folder, alone_tokens):
     done = launch(*arguments, "--batch_size", "2", input=STDIN)
     assert done.returncode == 0, done.stderr
     assert tokens_of(done.stdout) == alone_tokens
-    assert done.stderr.count("peak memory") == 1 and done.stderr.count("100%") == 1
+    assert done.stderr.count("peak memory") == 1 and "100%" not in done.stderr
 
 
 @pytest.mark.ranks
