@@ -356,6 +356,26 @@ def test_what_a_kernel_holds_is_all_that_is_held_and_counted(folder_of, small_is
     )
 
 
+def test_weights_on_the_left_are_counted_once(with_tiles, folder_of, small_is_large):
+    """On processors without AMX too: int8 codes stay as they are, and so do their bytes."""
+    stored = load_model(folder_of("llama-2"), dtype=torch.bfloat16, quantize="int8", pack=False)
+    num_bytes = weight_bytes(stored)
+    assert weight_bytes(pack_model(stored)) == num_bytes
+    assert isinstance(stored.layers[0].ffn.down.packed, cpu.TransposedInt8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(96, 256), (1100, 1024), (2560, 2048)])
+def test_a_product_on_the_left_sees_values_and_not_strides(shape, dtype):
+    """Inductor chooses the strides of what it hands over; in float16 kernels follow them."""
+    product = torch.ops.quickdraft.transposed_product
+    weight = torch.randn(shape).to(dtype)
+    for M in (1, 2, 6, 9, 16, 17):
+        x = torch.randn(shape[1], M).to(dtype).t()  # (M, in), its rows interleaved
+        row_major = x.clone(memory_format=torch.contiguous_format)
+        assert torch.equal(product(x, weight), product(row_major, weight)), M
+
+
 @pytest.mark.parametrize("family", ["llama-3", "llama-3.2"])
 def test_what_models_share_is_packed_once(folder_of, small_is_large, family):
     """A draft that is a part of the model reads the same memory; a tied embedding keeps the table,

@@ -54,6 +54,7 @@ LIBRARY.define("transposed_product(Tensor x, Tensor weight) -> Tensor")
 @torch.library.impl(LIBRARY, "transposed_product", "CPU")
 def transposed_product(x: Tensor, weight: Tensor) -> Tensor:
     """x (M, in), weight (out, in) -> (M, out)"""
+    x = x.contiguous()  # Inductor chooses strides, and kernels are chosen by them
     if len(x) == 1:
         return torch.mv(weight, x[0])[None]  # (in,) -> (1, out)
     if len(x) <= TILE_ROWS:
