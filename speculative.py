@@ -631,7 +631,8 @@ class DraftLength:
             return self.best_for(expected)[0]
         k, gain = self.best()
         if gain >= MIN_GAIN * self.costs.speedup(0, 0.0):
-            self.patience = self.num_steps_to_probe = PROBE_AFTER
+            self.patience = PROBE_AFTER
+            self.num_steps_to_probe = PROBE_AFTER
             return k
         self.num_steps_to_probe -= 1
         if self.num_steps_to_probe >= 0:

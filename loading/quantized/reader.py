@@ -113,27 +113,34 @@ def choose_schemes(quantized: QuantizedMatrices) -> dict:
     return {layout: layout.scheme(group) for layout, group in matrices_by_layout.items()}
 
 
-def stored_form(quantized: QuantizedMatrices, schemes: dict) -> StoredForm:
-    """One scheme, if it holds all matrices exactly. Otherwise one for each Linear that a scheme
-    holds exactly, and a near scheme for all others, or plain weights if none is near."""
-    notes = sorted({layout.note for layout in schemes if layout.note})
-    stacks = {name: stack for name, stack in quantized.stacks.items() if stack}
-    unquantized = dict.fromkeys(quantized.stacks.keys() - stacks.keys() - {"lm_head"})
+def exact_schemes(stacks: dict, schemes: dict) -> dict[str, str]:
+    """Name -> the scheme that holds all parts of its stack exactly, where there is one."""
     exact = {}
     for name, stack in stacks.items():
         results = {schemes[m.layout] for m in stack}
         scheme, reason = results.pop()
         if not reason and not results:
             exact[name] = scheme
+    return exact
+
+
+def stored_form(quantized: QuantizedMatrices, schemes: dict) -> StoredForm:
+    """One scheme, if it holds all matrices exactly. Otherwise one for each Linear that a scheme
+    holds exactly, and a near scheme for all others, or plain weights if none is near."""
+    notes = sorted({layout.note for layout in schemes if layout.note})
+    stacks = {name: stack for name, stack in quantized.stacks.items() if stack}
+    unquantized = dict.fromkeys(quantized.stacks.keys() - stacks.keys() - {"lm_head"})
+    exact = exact_schemes(stacks, schemes)
+    num_plain = len(stacks) - len(exact)
     names = {*exact.values()}
-    if len(exact) == len(stacks) and len(names) == 1:
+    if num_plain == 0 and len(names) == 1:
         return StoredForm(names.pop(), exact.get("lm_head"), unquantized, notes=tuple(notes))
     near = None
     reasons = [result for result in schemes.values() if result[1]]
     if reasons:
         near, reason = max(reasons)  # int8 rather than int4
         notes.append(reason)
-    elif num_plain := len(stacks) - len(exact):
+    elif num_plain:
         notes.append(f"{num_plain} matrices whose parts have several schemes load as plain weights")
     return StoredForm(overrides=unquantized | exact, requantize_to=near, notes=tuple(notes))
 
