@@ -88,8 +88,8 @@ def page(file: Path) -> str:
     folder or from this one."""
 
     def included(line: re.Match) -> str:
-        own = file.with_name(line[1])
-        part = own if own.exists() else Path(__file__).with_name(line[1])
+        sibling = file.with_name(line[1])
+        part = sibling if sibling.exists() else Path(__file__).with_name(line[1])
         return part.read_text("utf-8")
 
     return re.sub(r"/\* (\w+\.(?:css|js)) \*/\n", included, file.read_text("utf-8"))
