@@ -4,7 +4,8 @@ benchmarks/cpu.json`.
     decode        tokens/s and bytes/s of the 1.1B shape by format, eager and compiled; with --peers
                   against llama.cpp, gpt-fast and transformers
     verify        a pass over 6 rows against a step of one, by format
-    prefill       prompts of 32, 128 and 512 tokens; with --peers against transformers
+    prefill       prompts of 32, 128 and 512 tokens in bf16, of 512 in the other formats and in
+                  float32; with --peers against llama.cpp and transformers
     cache         one step in caches of 256 and of 32,768 positions, 100 filled; with 100 to 16,000
                   filled, with a sliding window and without
     compile       seconds to compile 22 layers, with an empty and with a filled cache on disk
@@ -43,7 +44,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.context import measure_context, measure_identical, measure_prefill8k
@@ -75,7 +76,7 @@ def peers(args, method: str, format: str = "bf16") -> dict[str, Worker]:
             workers["transformers.compiled"] = Worker(
                 "benchmarks.peers", "transformers_compiled", shape
             )
-    if method == "decode" and importlib.util.find_spec("llama_cpp"):
+    if importlib.util.find_spec("llama_cpp"):
         workers["llamacpp"] = Worker("benchmarks.peers", "llamacpp", shape, LLAMACPP_TYPES[format])
         if format == "int4-g32":  # as many bytes
             workers["llamacpp.q4_1"] = Worker("benchmarks.peers", "llamacpp", shape, "Q4_1")
@@ -232,32 +233,44 @@ def measure_8b(args) -> list[dict]:
 
 
 def measure_prefill(args) -> list[dict]:
-    """Prompts of three lengths in bf16; the ratio against transformers at 512."""
-    prefixes = {
-        "bf16": "1b.bf16",
-        "bf16.compiled": "1b.bf16.compiled",
-        "transformers": "1b.transformers",
-    }
-    workers, rows = {**both_modes(TINYLLAMA, "bf16"), **peers(args, "prefill")}, []
-    for length in (32, 128, 512):
+    """Prompts of three lengths in bf16, and of 512 tokens in the other formats, beside the peers;
+    the last also in float32."""
+    rows = []
+    for format in LLAMACPP_TYPES:
+        lengths = (32, 128, 512) if format == "bf16" else (512,)
+        rows += compare_prefill(args, format, lengths)
+    return rows
+
+
+def compare_prefill(args, format: str, lengths: Sequence[int]) -> list[dict]:
+    """Rates of prompts; the ratios of the longest one to every peer and to itself in float32."""
+    workers, peer_workers = both_modes(TINYLLAMA, format), peers(args, "prefill", format)
+    own = list(workers)
+    prefix = "1b." if format == "bf16" else f"1b.{format}."
+    workers["float32"] = quickdraft(hf=TINYLLAMA, format=format, dtype="float32")
+    rows = []
+    for length in lengths:
         request = {"method": "prefill", "length": length}
-        answers, _ = interleave(workers, args.rounds, request, optional=["transformers"])
+        both = workers | peer_workers
+        answers, _ = interleave(both, args.rounds, request, optional=peer_workers)
         seconds = {name: seconds_of(worker_answers) for name, worker_answers in answers.items()}
         for name, values in seconds.items():
-            rows.append(
-                row(
-                    f"{prefixes[name]}.prefill{length}.tok_s", [length / s for s in values], "tok/s"
-                )
-            )
-    if "transformers" in workers and workers["transformers"].failure is not None:
-        failure = workers["transformers"].failure
-        rows.append(failed_row("1b.prefill512.vs_transformers", failure))
-    elif "transformers" in workers:
-        best_name = fastest({name: seconds[name] for name in ("bf16", "bf16.compiled")})
-        ratio = ratios(seconds["transformers"], seconds[best_name])
-        note = f"512 tokens, {best_name} against transformers eager"
-        rows.append(row("1b.prefill512.vs_transformers", ratio, "ratio", note))
-    close(workers)
+            id = f"1b.{name}" if name in own else f"{prefix}{name}"
+            rates = [length / s for s in values]
+            rows.append(row(f"{id}.prefill{length}.tok_s", rates, "tok/s"))
+    close(workers | peer_workers)
+    id = f"{prefix}prefill{length}"
+    best = fastest({name: seconds[name] for name in own})
+    for peer, worker in peer_workers.items():
+        if worker.failure is not None:
+            rows.append(failed_row(f"{id}.vs_{peer}", worker.failure))
+            continue
+        ratio = ratios(seconds[peer], seconds[best])
+        note = f"{length} tokens, {best} against {peer}"
+        rows.append(row(f"{id}.vs_{peer}", ratio, "ratio", note))
+    ratio = ratios(seconds["float32"], seconds[format])
+    note = f"{length} tokens, eager, seconds in float32 over seconds in bfloat16"
+    rows.append(row(f"{id}.float32_over_bf16", ratio, "ratio", note))
     return rows
 
 

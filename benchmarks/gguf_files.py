@@ -1,5 +1,5 @@
-"""GGUF files for comparisons with llama.cpp: `write_gguf` of random weights, `write_bf16` of
-another file's weights.
+"""GGUF files for comparisons with llama.cpp: `write_gguf` of random weights, `write_as` of another
+file's weights.
 
 This file imports no torch: llama.cpp and torch in one process may crash.
 """
@@ -76,21 +76,24 @@ def write_gguf(hf: dict, file: Path, type_name: str = "BF16") -> None:
     writer.close()
 
 
-def write_bf16(source: str | Path, file: str | Path) -> None:
-    """A GGUF file with the same keys, and all matrices in bfloat16."""
-    reader, bf16 = gguf.GGUFReader(source), gguf.GGMLQuantizationType.BF16
+def write_as(source: str | Path, file: str | Path, type_name: str = "BF16") -> None:
+    """A GGUF file with the same keys, and all matrices in one type (BF16, Q8_0)."""
+    reader = gguf.GGUFReader(source)
+    quantization = gguf.GGMLQuantizationType[type_name]
+    file_type = gguf.LlamaFileType[f"MOSTLY_{type_name}"]
     writer = gguf.GGUFWriter(file, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name == "general.architecture":
             continue
-        value = gguf.LlamaFileType.MOSTLY_BF16 if name == "general.file_type" else field.contents()
+        value = file_type if name == "general.file_type" else field.contents()
         writer.add_key_value(name, value, *field.types[:2])
     for tensor in reader.tensors:
         weight = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         if weight.ndim == 1:
             writer.add_tensor(tensor.name, weight)
         else:
-            writer.add_tensor(tensor.name, gguf.quants.quantize(weight, bf16), raw_dtype=bf16)
+            codes = gguf.quants.quantize(weight, quantization)
+            writer.add_tensor(tensor.name, codes, raw_dtype=quantization)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

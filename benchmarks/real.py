@@ -5,6 +5,9 @@ benchmarks.real [PART …]`.
             file of the same weights, and llama.cpp on both
     busy    tokens/s on the Q4_1 file beside one Python loop that never sleeps, over those on the
             quiet machine
+    prompts seconds to the first token of prompts of 512 tokens, and of 1,000 as in a chat with a
+            history: eager and compiled on the Q4_1 file and on a Q8_0 file of the same weights,
+            beside llama.cpp; eager in float32 over eager in bfloat16
     start   `python generate.py --compile` with filled compile caches, until its first byte of text
     spec    drafting by prompt lookup, a part of the layers, a quantized self, and drafts trained
             for the model, each named by its folder (--distilled, --pard, --eagle3, --dflash,
@@ -53,6 +56,7 @@ from loading.tokenizer import conversation_ids, load_tokenizer
 
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXT = 512
+PROMPT_LENGTHS = (512, 1000)
 
 # Measured are answers to `questions`, second copies of `passages`, edits of files, and stories.
 PROMPTS = json.loads((ROOT / "benchmarks" / "prompts.json").read_text())
@@ -105,9 +109,9 @@ def quickdraft(file: str | Path, *flags: str) -> Worker:
     return Worker("benchmarks.real", "--worker", json.dumps(flags))
 
 
-def llamacpp(file: str | Path, lookup: int = 0) -> Worker:
+def llamacpp(file: str | Path, lookup: int = 0, context: int = CONTEXT) -> Worker:
     return Worker(
-        "benchmarks.peers", "llamacpp_file", json.dumps(str(file)), str(lookup), str(CONTEXT)
+        "benchmarks.peers", "llamacpp_file", json.dumps(str(file)), str(lookup), str(context)
     )
 
 
@@ -153,11 +157,19 @@ def bf16_file(args: argparse.Namespace) -> Iterator[Path]:
     if args.bf16:
         yield args.bf16
         return
-    with tempfile.TemporaryDirectory() as folder:
-        from benchmarks.gguf_files import write_bf16
+    with file_of_type(args.checkpoint, "BF16") as file:
+        yield file
 
-        write_bf16(args.checkpoint, Path(folder) / "bf16.gguf")
-        yield Path(folder) / "bf16.gguf"
+
+@contextlib.contextmanager
+def file_of_type(source: Path, type_name: str) -> Iterator[Path]:
+    """A file of the same weights in this GGUF type, removed afterwards."""
+    from benchmarks.gguf_files import write_as
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"{type_name}.gguf"
+        write_as(source, file, type_name)
+        yield file
 
 
 def answers_of(
@@ -259,6 +271,63 @@ def measure_rates(args: argparse.Namespace) -> list[dict]:
                     over(answers[kind], answers["llamacpp"]),
                 )
                 rows.append(row(f"smollm2.{id}.vs_llamacpp", ratio, "ratio", f"{kind}; {note}"))
+    return rows
+
+
+def measure_prompts(args: argparse.Namespace) -> list[dict]:
+    """Every prompt once, answered by all workers in turn, since the engine reuses what it knows of
+    a prompt's beginning."""
+    rows = []
+    with file_of_type(args.checkpoint, "Q8_0") as q8_0:
+        for name, file in (("q4_1", args.checkpoint), ("q8_0", q8_0)):
+            for length in PROMPT_LENGTHS:
+                seconds = seconds_to_first_token(args, file, length)
+                rows += prompt_rows(f"smollm2.{name}.prompt{length}", seconds, length)
+    return rows
+
+
+def seconds_to_first_token(
+    args: argparse.Namespace, file: Path, length: int
+) -> dict[str, list[float]]:
+    """Worker -> seconds to the first token of `args.rounds` prompts of this length."""
+    context = str(length + 8)
+    flags = {
+        "eager": ("--no-compile",),
+        "compiled": (args.compiled,),
+        "float32": ("--no-compile", "--dtype", "float32"),
+    }
+    workers = {
+        name: quickdraft(file, *worker_flags, "--max_seq_length", context)
+        for name, worker_flags in flags.items()
+    }
+    workers["llamacpp"] = llamacpp(file, context=int(context))
+    ids = load_tokenizer(args.checkpoint).encode(" ".join(PROMPTS["passages"]))
+    text = list(itertools.islice(itertools.cycle(ids), length - 1))
+    seconds = {name: [] for name in workers}
+    try:
+        for number in range(-1, args.rounds):
+            prompt = [ids[number + 1], *text]  # no two begin alike
+            for name, worker in workers.items():
+                answer = worker.call(method="generate", ids=prompt, new=2)
+                if number >= 0:
+                    seconds[name].append(answer["ttft_s"])
+    finally:
+        close(workers)
+    return seconds
+
+
+def prompt_rows(id: str, seconds: dict[str, list[float]], length: int) -> list[dict]:
+    """Rows of `seconds_to_first_token`, and the ratios that the pages show."""
+    rows = []
+    for name, values in seconds.items():
+        rows.append(row(f"{id}.{name}.ttft_s", values, "s", f"a prompt of {length} tokens"))
+    best = min(("eager", "compiled"), key=lambda name: statistics.median(seconds[name]))
+    ratio = ratios(seconds["llamacpp"], seconds[best])
+    note = f"{best}; llama.cpp's seconds to the first token over quickdraft's"
+    rows.append(row(f"{id}.vs_llamacpp", ratio, "ratio", note))
+    ratio = ratios(seconds["float32"], seconds["eager"])
+    note = "seconds to the first token, eager, in float32 over those in bfloat16"
+    rows.append(row(f"{id}.float32_over_bf16", ratio, "ratio", note))
     return rows
 
 
@@ -504,6 +573,7 @@ def drafted_rows(name: str, answers: dict[str, list[dict]], flags: str) -> list[
 
 PARTS = {
     "rates": measure_rates,
+    "prompts": measure_prompts,
     "busy": measure_busy,
     "start": measure_start,
     "spec": measure_spec,

@@ -2,6 +2,7 @@
 the READMEs show."""
 
 import argparse
+import contextlib
 import json
 import re
 import subprocess
@@ -9,8 +10,10 @@ import sys
 import tempfile
 import time
 import types
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import BASE, FAMILIES, ROOT
@@ -280,7 +283,7 @@ def workers(monkeypatch):
         "quickdraft",
         lambda file, flag, *more: found[named.get(more[1] if more else None, flag)],
     )
-    monkeypatch.setattr(real, "llamacpp", lambda file, lookup=0: found[lookup])
+    monkeypatch.setattr(real, "llamacpp", lambda file, lookup=0, context=0: found[lookup])
     monkeypatch.setattr(real, "run_program", lambda args: found["program"].call())
     return found
 
@@ -319,6 +322,53 @@ def test_a_real_model_s_rates_are_compared_within_rounds(workers, tmp_path, monk
         "bf16.llamacpp.tok_s": (4, 4, 4),
         "bf16.vs_llamacpp": (0.5, 1, 2.25),
     }
+
+
+def test_prompts_are_compared_by_their_seconds_and_never_begin_alike(
+    workers, tmp_path, monkeypatch
+):
+    """The faster of eager and compiled is compared with llama.cpp, float32 with eager."""
+    monkeypatch.setattr(real, "load_tokenizer", lambda file: Encoder())
+    monkeypatch.setattr(
+        real, "file_of_type", lambda source, type_name: contextlib.nullcontext(Path(type_name))
+    )
+    seconds = {"--no-compile": 3.0, "--compile": 2.0, "float32": 6.0, 0: 1.0}
+    timed = {name: Timed(value) for name, value in seconds.items()}
+    monkeypatch.setattr(
+        real,
+        "quickdraft",
+        lambda file, flag, *more: timed["float32" if "float32" in more else flag],
+    )
+    monkeypatch.setattr(real, "llamacpp", lambda file, context: timed[0])
+    rows = measured(tmp_path, monkeypatch, "prompts")
+    for id in ("q4_1.prompt512", "q4_1.prompt1000", "q8_0.prompt512", "q8_0.prompt1000"):
+        assert rows[f"smollm2.{id}.vs_llamacpp"]["value"] == 0.5
+        assert rows[f"smollm2.{id}.float32_over_bf16"]["value"] == 2
+        assert rows[f"smollm2.{id}.compiled.ttft_s"]["value"] == 2
+    prompts = timed["--compile"].prompts
+    assert {len(prompt) for prompt in prompts} == {512, 1000}
+    by_file = [prompts[i : i + 4] for i in range(0, 16, 4)]  # an uncounted one and three rounds
+    assert all(len({prompt[0] for prompt in four}) == 4 for four in by_file)
+
+
+class Encoder:
+    def encode(self, text: str) -> list[int]:
+        return list(range(40))
+
+
+class Timed:
+    """A worker whose first token takes the same number of seconds each time."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self.prompts = []
+
+    def call(self, method: str, ids: list[int], new: int) -> dict:
+        self.prompts.append(ids)
+        return {"ttft_s": self.seconds}
+
+    def close(self) -> None:
+        pass
 
 
 def test_a_busy_neighbour_s_price_is_a_ratio_within_rounds(workers, tmp_path, monkeypatch):
@@ -633,8 +683,9 @@ def test_llama_cpp_s_buffers_are_tried_in_another_process(monkeypatch, survives)
     assert peer.generate([1, 2], 50, [2])["tokens"] == [0, 1, 2]
 
 
-def test_a_file_in_bfloat16_says_the_same(tmp_path):
-    """All keys but the type, and all weights: exactly what bfloat16 makes of them, vectors
+@pytest.mark.parametrize("type_name", ["BF16", "Q8_0"])
+def test_a_file_in_another_type_says_the_same(type_name, tmp_path):
+    """All keys but the type, and all weights: exactly what the type makes of them, vectors
     untouched."""
     gguf = pytest.importorskip("gguf")
     from test_gguf import write
@@ -646,9 +697,9 @@ def test_a_file_in_bfloat16_says_the_same(tmp_path):
         keys=lambda writer: writer.add_array("x", [1.5, 2.5]),
     )
     other = tmp_path / "b.gguf"
-    from benchmarks.gguf_files import write_bf16
+    from benchmarks.gguf_files import write_as
 
-    write_bf16(file, other)
+    write_as(file, other, type_name)
     a, b = gguf.GGUFReader(file), gguf.GGUFReader(other)
     keys, others = (
         {name: (field.types, field.contents()) for name, field in x.fields.items()} for x in (a, b)
@@ -657,11 +708,13 @@ def test_a_file_in_bfloat16_says_the_same(tmp_path):
         keys.pop(name, None), others.pop(name, None)
     assert keys == others and keys["llama.block_count"][1] == 3 and keys["x"][1] == [1.5, 2.5]
     for x, y in zip(a.tensors, b.tensors, strict=True):
-        assert x.name == y.name and y.tensor_type.name == ("BF16" if len(x.shape) > 1 else "F32")
-        exact, found = (
-            torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()) for t in (x, y)
-        )
-        assert torch.equal(found, exact.bfloat16().float() if len(x.shape) > 1 else exact), x.name
+        is_matrix = len(x.shape) > 1
+        assert x.name == y.name and y.tensor_type.name == (type_name if is_matrix else "F32")
+        expected, found = (gguf.quants.dequantize(t.data, t.tensor_type) for t in (x, y))
+        if is_matrix:
+            codes = gguf.quants.quantize(expected, y.tensor_type)
+            expected = gguf.quants.dequantize(codes, y.tensor_type)
+        assert np.array_equal(found, expected), x.name
 
 
 @pytest.mark.gpu
