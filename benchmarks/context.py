@@ -21,6 +21,7 @@ from benchmarks.record import failed_row, ratios, row
 from benchmarks.shapes import TINYLLAMA, K, scheme_of
 from benchmarks.workers import interleave, median_step, quickdraft, seconds_of
 from cli.report import attended_bytes, position_bytes, weight_bytes
+from decoding.costs import Costs, costs_at
 from decoding.engine import Engine
 from decoding.kv_8bit import CACHE_TYPES
 from decoding.runner import ModelRunner
@@ -100,6 +101,11 @@ def context_rows(model: Transformer, seconds: dict, shape: str, filled: int) -> 
                 note,
             )
         )
+        if filled < LENGTHS[-1]:
+            predicted = ratios(v_between(seconds, kind, filled), ratios(verify_s, decode_s))
+            between = f"v at {filled} tokens, linear between {LENGTHS[0]} and {LENGTHS[-1]}"
+            id = f"{shape}.{name}.{context}.predicted_v_over_measured"
+            rows.append(row(id, predicted, "ratio", f"{between}, as auto has it; {note}"))
     speedup, verify_speedup = map(ratios, seconds["model", filled], seconds["int8", filled])
     id, note = f"{shape}.kv_int8.{context}", f"over a bf16 cache, {filled} filled"
     return [
@@ -107,6 +113,18 @@ def context_rows(model: Transformer, seconds: dict, shape: str, filled: int) -> 
         row(f"{id}.speedup", speedup, "ratio", note),
         row(f"{id}.verify6_speedup", verify_speedup, "ratio", "the same of six queries"),
     ]
+
+
+def v_between(seconds: dict, kind: str, filled: int) -> list[float]:
+    """The cost of verifying six rows, in steps, as `auto` has it: by the costs at the shortest and
+    the longest of LENGTHS, round by round."""
+    ends = [zip(*seconds[kind, length]) for length in (LENGTHS[0], LENGTHS[-1])]
+    values = []
+    for pairs in zip(*ends):
+        costs = [Costs(decode_s, verify_s={K: verify_s}) for decode_s, verify_s in pairs]
+        by_length = dict(zip((LENGTHS[0], LENGTHS[-1]), costs))
+        values.append(costs_at(by_length, filled).v(K))
+    return values
 
 
 def measure_prefill8k(args) -> list[dict]:

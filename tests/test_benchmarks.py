@@ -351,6 +351,30 @@ def test_prompts_are_compared_by_their_seconds_and_never_begin_alike(
     assert all(len({prompt[0] for prompt in four}) == 4 for four in by_file)
 
 
+def test_the_cost_of_verification_between_two_lengths_is_compared_with_what_was_measured(
+    monkeypatch,
+):
+    """At 4,000 tokens a step takes 0.2 s by the ends and a pass over six rows 0.3; 0.25 and 0.3
+    were measured, so auto's v of 1.5 is 1.25 of 1.2."""
+    first, last = context.LENGTHS[0], context.LENGTHS[-1]
+    share = (4000 - first) / (last - first)
+    ends = {first: (0.2 - 0.1 * share, 0.3 - 0.2 * share)}
+    ends[last] = (ends[first][0] + 0.1, ends[first][1] + 0.2)
+    by_length = {**ends, 1000: (0.2, 0.3), 4000: (0.25, 0.3)}
+    seconds = {
+        (cache, filled): ([decode_s] * 3, [verify_s] * 3)
+        for cache in context.CACHE_NAMES
+        for filled, (decode_s, verify_s) in by_length.items()
+    }
+    monkeypatch.setattr(context, "TINYLLAMA", TINYLLAMA | TINY)
+    model = context.long_model("bf16", 100)
+    rows = {row["id"]: row for row in context.context_rows(model, seconds, "1b", 4000)}
+    row = rows["1b.bf16.ctx4k.predicted_v_over_measured"]
+    assert row["value"] == pytest.approx(1.25)
+    at_the_end = context.context_rows(model, seconds, "1b", last)
+    assert not any("predicted_v" in row["id"] for row in at_the_end)
+
+
 class Encoder:
     def encode(self, text: str) -> list[int]:
         return list(range(40))
