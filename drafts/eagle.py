@@ -16,6 +16,7 @@ no pair and is masked.
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -154,12 +155,26 @@ class EagleModel(HiddenStateModel):
         is_safeai = any(name.startswith("midlayer.") for name in tensors)
         fill_parts(checkpoint, eagle_parts(self, "midlayer" if is_safeai else "layers.0"), maps)
         draft_ids = torch.arange(n)
-        target_ids = draft_ids + tensors["d2t"][...] if "d2t" in maps else draft_ids
+        target_ids = draft_ids
+        if "d2t" in maps:
+            target_ids = draft_ids + tensors["d2t"][...]
+            check_target_ids(target_ids, V, checkpoint.path)
         ids = torch.full((V,), -1).scatter(0, target_ids, draft_ids)
         self.register_buffer("ids", ids.to(self.norm.weight.device), persistent=False)
         if self.eagle.assumption:
             note = f"{self.eagle.assumption}. {states_note(self)}"
             print(f"{checkpoint.path}: {note}", file=sys.stderr)
+
+
+def check_target_ids(target_ids: Tensor, V: int, path: Path) -> None:
+    """ValueError unless a draft's tokens (n,) stand for ids of the target's V."""
+    is_outside = (target_ids < 0) | (target_ids >= V)
+    if is_outside.any():
+        draft_id = is_outside.nonzero()[0].item()
+        raise ValueError(
+            f"{path}: d2t gives token {draft_id} the target's id {target_ids[draft_id]}, and the"
+            f" target has {V}: this draft was made for another target"
+        )
 
 
 class EagleDraft(HiddenStateDraft):

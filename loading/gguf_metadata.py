@@ -54,6 +54,7 @@ expert_group_used_count n_deepstack_layers pooling_type rope.dimension_sections
 rope.scaling.finetuned tensor_data_layout vocab_size
 """
 READABLE = frozenset([*REQUIRED.values(), *EXPERTS.values(), *YARN.values(), *OTHER_KEYS.split()])
+LISTS = ("sliding_window_pattern", "dimension_sections")  # keys of several values
 # Keys of an architecture that would change the arithmetic, with the values under which they do not.
 # Keys that are in neither table are refused.
 NEUTRAL = {
@@ -89,7 +90,7 @@ def config_of(model: GgufFile) -> dict:
     tensors = model.tensors
     prefix = f"{family.gguf.architecture}."
     values = {
-        key.removeprefix(prefix): value
+        key.removeprefix(prefix): common_value(key, value)
         for key, value in model.keys.items()
         if key.startswith(prefix)
     }
@@ -126,6 +127,19 @@ def config_of(model: GgufFile) -> dict:
     if "expert_count" in values:
         hf |= expert_keys(values, family)
     return hf | family.gguf.hf_keys(values.get, hf)
+
+
+def common_value(key: str, value: object) -> object:
+    """A key's value; of a value for each layer, the one that all layers have. ValueError for layers
+    that differ."""
+    if not isinstance(value, tuple) or key.endswith(LISTS):
+        return value
+    if len(set(value)) != 1:
+        raise ValueError(
+            f"{key} = {value!r:.60} differs from layer to layer; supported: one value for all"
+            f" layers"
+        )
+    return value[0]
 
 
 def presence_flags(tensors: Mapping[str, Blocks], family: Family) -> dict[str, bool]:

@@ -802,9 +802,13 @@ def test_tensors_that_do_not_fit_are_refused_by_name(target, tmp_path):
         changed = {name: x for name, x in (tensors | change).items() if x is not None}
         with pytest.raises(ValueError, match=named):
             load_draft_model(written(tmp_path / str(number), SAFEAI, changed), target)
-    beyond = tensors | {"d2t": tensors["d2t"] + V}
-    with pytest.raises(RuntimeError, match="out of bounds"):
-        load_draft_model(written(tmp_path / "beyond", SAFEAI, beyond), target)
+    for name, d2t, named in (
+        ("beyond", tensors["d2t"] + V, rf"beyond: d2t gives token 0 .* the target has {V}"),
+        ("below", tensors["d2t"] - V, "below: d2t gives token 0 the target's id -"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            folder = written(tmp_path / name, SAFEAI, tensors | {"d2t": d2t})
+            load_draft_model(folder, target)
 
 
 # family and layers of the target; keys of config.json; the hidden states that are read; is that a

@@ -20,6 +20,7 @@ from conftest import BASE, FAMILIES, ROOT, changed_family, oracle
 
 import loading.checkpoint as checkpoint
 import loading.gguf as ours
+import loading.gguf_metadata as gguf_metadata
 import loading.models as models
 from cli.flags import parse_args
 from cli.main import main
@@ -455,6 +456,27 @@ def test_without_the_order_of_rows_it_is_another_model(folder_of, tmp_path):
     for permute, equal in ((permuted, True), (lambda weight, heads: weight, False)):
         file = write(tmp_path / f"{equal}.gguf", permute=permute)
         assert torch.equal(load_model(file, dtype=torch.float32)(*TOKENS), want) == equal
+
+
+def test_a_number_of_heads_for_each_layer_is_one_for_all_or_refused(tmp_path):
+    """Files may hold an array for each layer; layers of different shapes are no damage."""
+    key = "llama.attention.head_count"
+
+    def by_layer(*heads: int):
+        def change(writer: gguf.GGUFWriter) -> None:
+            writer.kv_data[0].pop(key)
+            writer.add_array(key, list(heads))
+
+        return change
+
+    plain = gguf_metadata.read_config(write(tmp_path / "plain.gguf"))
+    heads = plain["num_attention_heads"]
+    assert (
+        gguf_metadata.read_config(write(tmp_path / "a.gguf", keys=by_layer(heads, heads))) == plain
+    )
+    different = write(tmp_path / "b.gguf", keys=by_layer(heads, heads + 1))
+    with pytest.raises(ValueError, match=rf"b.gguf: {key} = .* differs from layer to layer"):
+        gguf_metadata.read_config(different)
 
 
 def test_scaling_that_is_not_llama_3s_is_refused(tmp_path):
