@@ -98,8 +98,6 @@ def merge_chunks(
     a score of each query that takes part in the softmax without a value."""
     logsumexp = logsumexp.expand(y.shape)  # with reductions of one shape Inductor makes one kernel
     largest = logsumexp.amax(0)
-    if sinks is not None:
-        largest = torch.maximum(largest, sinks)
     weights = (logsumexp - largest).exp()
     total = weights.sum(0)
     if sinks is not None:
