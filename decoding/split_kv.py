@@ -70,10 +70,10 @@ def split_attend(
     G, S = k.shape[1:3]
     rows = H // G * T
     num_blocks = B * G * ((rows + QUERY_BLOCK - 1) // QUERY_BLOCK)
-    # Compiled code, where S is dynamic, checks this condition before each call and has a variant
-    # for either side of it.
-    is_long = S >= MIN_KEYS and S % CHUNK == 0
-    if not is_long or not is_small_batch(num_blocks, MAX_BLOCKS - 1):
+    has_few_blocks = is_small_batch(num_blocks, MAX_BLOCKS - 1)  # first: never in compiled prompts
+    # Compiled steps, where S is dynamic, have a variant for either answer, and check S before each
+    # call.
+    if not (has_few_blocks and S >= MIN_KEYS and S % CHUNK == 0):
         return attend(q, k, v, bias, sinks)
     n = S // CHUNK
     q = q.reshape(1, B * G, rows, E).expand(n, -1, -1, -1)  # (B, H, T, E) -> (n, B*G, R*T, E)
