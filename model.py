@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -270,7 +270,8 @@ class KVCache(nn.Module):
         """q (B, H, T, E) over the visible positions -> (B, H, T, E). B may be smaller than the
         cache's."""
         k, v = self.read(q.size(0), visible)
-        return attend(q, k, v, visible.mask, sinks)
+        run = visible.attend or attend
+        return run(q, k, v, visible.mask, sinks)
 
     def read(self, B: int, visible: AttentionMask) -> list[Tensor]:
         """Keys and values (B, G, S, E) of the first B rows."""
@@ -326,6 +327,7 @@ class Caches(NamedTuple):
     # Layer, or the number of layers -> recorder of what enters it.
     aux_hidden_states: Mapping[int, nn.Module] = {}
     last_positions: Tensor | None = None  # (B or more,) of each row's text, for longrope: see Rope
+    attend: Callable | None = None  # an attention in place of the function `attend`
 
     def slice_to(self, length: int) -> Caches:
         """Attend to positions < `length` only. The length is the size of key_pos, and no number,
@@ -361,6 +363,7 @@ class AttentionMask(NamedTuple):
 
     mask: Tensor  # (B, 1, T, S) bool; after `as_bias` (B, 1, rows, S), added to scores
     index: Tensor | None  # (B, S) positions to gather, or None: the first S
+    attend: Callable | None = None  # as in Caches
 
     def as_bias(
         self,
@@ -746,7 +749,8 @@ class Transformer(nn.Module):
         visible = {}
         for window in set(self.windows):
             keys = visible_keys(pos, caches.key_pos, window, caches.key_block)
-            visible[window] = keys.as_bias(H // G, caches.row_multiple, dtype)
+            keys = keys.as_bias(H // G, caches.row_multiple, dtype)
+            visible[window] = keys._replace(attend=caches.attend)
         return visible
 
     def embedded(self, tokens: Tensor) -> Tensor:

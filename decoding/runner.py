@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from decoding.split_kv import CHUNK, MIN_KEYS, has_efficient_kernel, split_attend
 from decoding.state import State
 from exact.attention import KEY_BLOCK, invariant_multiples, kernel_of, round_up_length
 from model import Caches, KVCache, Transformer
@@ -48,18 +49,21 @@ class ModelRunner:
         H, G = model.layers[0].attention.heads()
         E = model.config.head_dim
         weight = model.norm.weight
+        self.device = weight.device
+        # Each bucket of attended lengths then has its own graph.
+        self.uses_cuda_graphs = compile and self.device.type == "cuda"
+        # Beyond MIN_KEYS there are several lengths to split: see there.
+        is_split = self.uses_cuda_graphs and S > MIN_KEYS and has_efficient_kernel(E, weight)
         kernel = kernel_of(cache_type, model.config.sinks, weight)
         multiples = invariant_multiples(kernel, B, H, G, E, weight)
         self.attends_alike = multiples is not None  # does a query have the same bits in every pass?
-        row_multiple, self.length_multiple = multiples or (1, 16)
+        row_multiple, self.length_multiple = multiples or (1, CHUNK if is_split else 16)
         self.S = round_up_length(S, self.length_multiple)
         caches = model.make_caches(B if layers is None else 0, self.S + slack, cache_type)
         if layers is not None:
             caches = caches._replace(layers=tuple(layers))
-        self.caches = caches._replace(row_multiple=row_multiple, key_block=KEY_BLOCK)
-        self.device = weight.device
-        # Each bucket of attended lengths then has its own graph.
-        self.uses_cuda_graphs = compile and self.device.type == "cuda"
+        attend = split_attend if is_split else None
+        self.caches = caches._replace(row_multiple=row_multiple, key_block=KEY_BLOCK, attend=attend)
         self.hidden = model.hidden if compile_prompts is None else compile_prompts(model.hidden)
 
     def set_last_positions(self, last_positions: Tensor) -> None:

@@ -34,6 +34,7 @@ import warnings
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 EMULATED = "QUICKDRAFT_EMULATED"  # in the environment of a process that runs with the library
@@ -171,7 +172,7 @@ def copy_(to, source, non_blocking=False):
     return compute("copy_", to, lambda values: values, source)
 
 
-def attention(q, k, v, bias=None, causal=False, scale=None):
+def attention_scores(q, k, bias=None, causal=False, scale=None):
     scores = q.float() @ k.float().mT * (q.size(-1) ** -0.5 if scale is None else scale)
     if causal:
         scores = scores.masked_fill(
@@ -183,7 +184,14 @@ def attention(q, k, v, bias=None, causal=False, scale=None):
             if bias.dtype == torch.bool
             else scores + bias.float()
         )
-    return scores.softmax(-1) @ v.float()
+    return scores
+
+
+def attention(q, k, v, bias=None, causal=False, scale=None):
+    """0 for a query that sees no key, as torch's kernels write."""
+    scores = attention_scores(q, k, bias, causal, scale)
+    is_blind = (scores == -torch.inf).all(-1, keepdim=True)
+    return scores.softmax(-1).masked_fill(is_blind, 0) @ v.float()
 
 
 def seeds() -> tuple:
@@ -203,7 +211,16 @@ def _scaled_dot_product_efficient_attention(
     tensors = (q, k, v) if bias is None else (q, k, v, bias)
     run = functools.partial(attention, causal=is_causal, scale=scale)
     out = compute("efficient attention", transposed(q, v), run, *tensors)
-    return out, torch.empty(*q.shape[:2], 0, device="cuda"), *seeds()
+    if not compute_log_sumexp:
+        return out, torch.empty(*q.shape[:2], 0, device="cuda"), *seeds()
+    num_padding = -q.size(2) % 32
+
+    def logsumexp(q, k, v, bias=None):
+        sums = attention_scores(q, k, bias, is_causal, scale).logsumexp(-1)
+        return F.pad(sums, (0, num_padding), value=torch.inf)
+
+    sums = torch.empty(*q.shape[:2], q.size(2) + num_padding, device="cuda")
+    return out, compute("log-sum-exp", sums, logsumexp, *tensors), *seeds()
 
 
 @special
