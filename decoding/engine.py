@@ -28,7 +28,7 @@ from decoding.logits import top_logprobs
 from decoding.options import EngineOptions
 from decoding.readback import Readback, StepResult, seconds_between, step_times, timestamp
 from decoding.runner import ModelRunner, Rows, clear_positions, copy_positions
-from decoding.sampling import Sampling, sample, uniform
+from decoding.sampling import Sampling, sample
 from decoding.scheduler import Request, Scheduler
 from decoding.state import MAX_STOP_IDS, State
 from decoding.statistics import StepRecord
@@ -51,7 +51,7 @@ def decide(state: State, logits: Tensor) -> None:
     """Draw the next token of every row from logits (B, V) and advance; finished rows do not
     change."""
     processed = state.process_logits(logits[:, None], state.pos[:, None])  # (B, 1, V)
-    noise = uniform(state.seed, state.pos + 1)  # (B,)
+    noise = state.noise(state.pos[:, None] + 1)[:, 0]  # (B,)
     token = sample(processed[:, 0], state.sampling_path, state.values, noise)  # (B,)
     state.accepted.fill_(-1)
     token = state.broadcast(token)[:, None]  # (B, 1)
