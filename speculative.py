@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import decoding.sampling as sampling
 from decoding.costs import Costs
 from decoding.readback import timestamp
-from decoding.sampling import ACCEPT, DRAFT_DRAW, draw, round_uniform, uniform
+from decoding.sampling import ACCEPT, DRAFT_DRAW, draw
 from model import Caches, Config, Transformer, row_view
 from weights.formats import format_of
 from weights.walker import quantized_copy
@@ -203,12 +203,11 @@ def verify_step(
     p = sampling.distribution(processed, state.sampling_path, state.values)
 
     # ACCEPT: n drafted tokens, and the one that follows them.
-    seed = state.seed[:, None].expand(-1, K + 1)  # (B, K + 1)
     # The token after the accepted ones is drawn with the number that plain decoding would use at
     # its position. The numbers that accept or reject are this round's own: those past the last
     # accepted token took part in the decision too, so using them again would bias the text.
-    to_accept = round_uniform(seed[:, 1:], pos[:, :1], ahead[1:], ACCEPT)  # (B, K)
-    noise = (to_accept, uniform(seed, pos + 1))
+    to_accept = state.noise(drafted_pos, ACCEPT)  # (B, K)
+    noise = (to_accept, state.noise(pos + 1))
     # Greedy decoding gains nothing from deciding about a whole block.
     block = state.verifies_blocks and state.sampling_path != sampling.GREEDY
     n, token = accept(draft_tokens, draft_probs, p, noise=noise, block=block)  # (B,), (B,)
@@ -440,10 +439,7 @@ class ModelDraft(Drafter):
         last = (pos[:, :1] - 1).expand_as(pos)
         logits = state.process_draft_logits(logits, last)
         q = sampling.distribution(logits, state.sampling_path, state.values)
-        seed = state.seed[:, None].expand_as(pos)
-        start = state.pos[:, None]
-        offset = pos - start  # (B, T)
-        noise = round_uniform(seed, start, offset, DRAFT_DRAW)  # (B, T)
+        noise = state.noise(pos, DRAFT_DRAW)  # (B, T)
         token = draw(q, noise, state.sampling_path)
         token = state.broadcast(token.clamp(min=0))
         state.tokens.scatter_(1, pos, token)

@@ -17,7 +17,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
 
 import torch
@@ -42,9 +42,12 @@ UNCOUNTED = 2  # calls before those that are timed
 
 
 def shape_config(args: argparse.Namespace, name: str) -> dict:
-    """The config.json of a shape, with tiny sizes under --tiny."""
+    """The config.json of a shape, with tiny sizes under --tiny, and `layers` if there is a number
+    of them."""
     hf = config_json(GPU_SHAPES[name])
-    return hf | TINY if args.tiny else hf
+    if args.tiny:
+        hf |= TINY
+    return hf | {"num_hidden_layers": args.layers} if args.layers else hf
 
 
 # ----------------------------------------------------------------------------------------- timing
@@ -100,21 +103,21 @@ class Subject:
     float32."""
 
     def __init__(self, args: argparse.Namespace, name: str, format: str):
-        self.args, self.name, self.format = args, name, format
-        scheme, config = scheme_of(format), config_from_hf(shape_config(args, name))
+        self.args = args
+        scheme = scheme_of(format)
+        config = config_from_hf(shape_config(args, name))
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(0, config.vocab_size, (1, args.filled + K), generator=generator)
+        ids = ids.to(args.device)
+        self.prompt, self.drafted = ids.split((args.filled, K), dim=1)  # (1, filled), (1, K)
         with larger_chunks(args.device):
             self.model = random_model(
                 config, device=args.device, quantize=scheme, head_scheme=scheme, pack=False
             )
-        generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(0, config.vocab_size, (1, args.filled + K), generator=generator).to(
-            args.device
-        )
-        self.prompt, self.drafted = ids.split((args.filled, K), dim=1)  # (1, filled), (1, K)
-        # (K + 1, V) from the prompt's last token on
-        self.expected = float32_logits(self.model, ids, K + 1)
-        for linear in quantized_linears(self.model) if args.device.type != "cpu" else ():
-            linear.pack()
+            # (K + 1, V) from the prompt's last token on
+            self.expected = float32_logits(self.model, ids, K + 1)
+            for linear in quantized_linears(self.model) if args.device.type != "cpu" else ():
+                linear.pack()
 
 
 def larger_chunks(device: torch.device):
@@ -197,10 +200,11 @@ class FixedDraft(Drafter):
 
 class Contender:
     """A subject's compiled steps at one position, where every step decides the same token.
-    ValueError if its logits are wrong."""
+    ValueError if its logits are wrong. `ks`: 0 for a plain step, or drafted tokens to verify."""
 
-    def __init__(self, subject: Subject):
+    def __init__(self, subject: Subject, ks: Sequence[int] = (0, K)):
         self.subject, self.args, self.device = subject, subject.args, subject.args.device
+        self.ks = ks
         options = {
             "compile": not self.args.eager,
             "drafter": FixedDraft(subject.drafted),
@@ -241,16 +245,16 @@ class Contender:
         self.subject.model.hidden(tokens, torch.arange(n, device=self.device), caches.slice_to(n))
         start = time.perf_counter()
         with self.active():
-            for k in (0, K) * 3:
+            for k in (*self.ks, *self.ks, *self.ks):  # compile, record, replay
                 self.engine.run(self.rows, n, k)
         synchronize(self.device)
         return time.perf_counter() - start
 
     def check(self) -> float:
-        """The larger relative error of a step's and of a verification's logits. ValueError where
-        they are wrong."""
+        """The largest relative error of the logits of a step or verification. ValueError where they
+        are wrong."""
         bound, errors = allowed_error(self.subject.model.config.n_layers), []
-        for k in (0, K):
+        for k in self.ks:
             self.run(1, k)
             logits = self.engine.state.logits[0, : k + 1]
             errors.append(relative_error(logits, self.subject.expected[: k + 1]))

@@ -10,8 +10,11 @@ line.
 This file imports no torch: llama.cpp and torch in one process may crash.
 """
 
+import contextlib
 import json
 import os
+import re
+import select
 import shlex
 import subprocess
 import sys
@@ -19,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).parent.parent
 
@@ -49,22 +53,45 @@ class Worker:
 
     def call(self, **request) -> dict:
         """The answer to one request. WorkerFailed if the worker has ended."""
-        try:
+        self.send(**request)
+        return self.receive()
+
+    def send(self, **request) -> None:
+        """Send a request, whose answer `receive` reads. One may be unanswered at a time."""
+        with contextlib.suppress(OSError):  # `receive` finds out why
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
+
+    def has_answer(self, timeout_s: float | None = None) -> bool:
+        """Is there an answer within so many seconds, or has the worker ended? None: wait for it."""
+        readable, _, _ = select.select([self.process.stdout], [], [], timeout_s)
+        return bool(readable)
+
+    def receive(self, timeout_s: float | None = None) -> dict:
+        """The answer to the last request. WorkerFailed if the worker has ended, or is too late: it
+        is ended then."""
+        if not self.has_answer(timeout_s):
+            self.fail("no answer in time")
+        try:
             return json.loads(self.process.stdout.readline())
         except (OSError, ValueError):
-            self.process.kill()
-            self.process.wait()
-            lines = Path(self.stderr.name).read_text(errors="replace").split("\n")
-            reasons = [line.strip() for line in lines if line.strip()]
-            reason = reasons[-1] if reasons else f"exit status {self.process.returncode}"
-            self.failure = f"failed: {reason:.200}"
-            command = shlex.join(["python", "-m", *self.command])
-            raise WorkerFailed(
-                f"a worker {self.failure}; all of its stderr is in {self.stderr.name}; it ran"
-                f" {command:.300}"
-            ) from None
+            self.fail()
+
+    def fail(self, reason: str = "") -> NoReturn:
+        """End the worker with WorkerFailed, for this reason or by its stderr: the last line with
+        the name of an error, because some of torch's go on for pages, or else the last one."""
+        self.process.kill()
+        self.process.wait()
+        lines = Path(self.stderr.name).read_text(errors="replace").split("\n")
+        lines = [line.strip() for line in lines if line.strip()]
+        errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
+        reasons = errors or lines or [f"exit status {self.process.returncode}"]
+        self.failure = f"failed: {reason or reasons[-1]:.200}"
+        command = shlex.join(["python", "-m", *self.command])
+        raise WorkerFailed(
+            f"a worker {self.failure}; all of its stderr is in {self.stderr.name}; it ran"
+            f" {command:.300}"
+        ) from None
 
     def close(self) -> None:
         if self.failure is None:

@@ -126,10 +126,12 @@ def hardware() -> str:
 
 
 def commit_of_checkout() -> str:
-    """The commit, with "-dirty" if files differ from it."""
-    describe = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    )
+    """The commit, with "-dirty" if files differ from it; "unknown" without git or its folder."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        describe = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except OSError:  # no git program
+        return "unknown"
     return describe.stdout.strip() or "unknown"
 
 

@@ -99,12 +99,22 @@ def open_llm(
     if rows:
         warm_up(engine, rows[0].sampling, sampling_paths(rows))
     elif not samples:  # prompts come later; else all are answered
-        sampling = Sampling(**options.requests.sampling)
-        warm_up(engine, sampling, SAMPLING_PATHS)
+        warm_up_for_later(engine, Sampling(**options.requests.sampling))
     stop_ids = frozenset() if options.requests.ignore_eos else tokenizer.stop_ids
     return Opened(
         LLM.from_engine(engine, tokenizer, ranks.broadcast_object(stop_ids)), rows, refused
     )
+
+
+def warm_up_for_later(engine: Engine, sampling: Sampling) -> None:
+    """Compile the steps that prompts which come later may need. A GPU compiles anew at every start,
+    and so begins with the step of a single prompt with the default sampling."""
+    paths = SAMPLING_PATHS
+    if engine.runner.uses_cuda_graphs:
+        paths = [sampling.path]
+        engine.row_counts = [1]
+        print_status("steps of several prompts and of other samplings compile when first needed")
+    warm_up(engine, sampling, paths)
 
 
 def context_limit(options: Options, config: Config) -> int:

@@ -26,7 +26,7 @@ def warm_up(engine: Engine, sampling: Sampling, paths: Sequence[str]) -> None:
     the costs of steps."""
     if engine.compile:
         for path in paths:
-            step = f"the {path} step for batch {engine.batch_size}"
+            step = f"the {path} step for batch {max(engine.row_counts)}"
             with compiling(step):
                 seconds = engine.warm_up(path)
             print_status(f"compiled {step} in {seconds:.1f} s")

@@ -28,7 +28,7 @@ from decoding.logits import top_logprobs
 from decoding.options import EngineOptions
 from decoding.readback import Readback, StepResult, seconds_between, step_times, timestamp
 from decoding.runner import ModelRunner, Rows, clear_positions, copy_positions
-from decoding.sampling import Sampling, sample, uniform
+from decoding.sampling import Sampling, sample
 from decoding.scheduler import Request, Scheduler
 from decoding.state import MAX_STOP_IDS, State
 from decoding.statistics import StepRecord
@@ -40,6 +40,8 @@ from weights.compiling import compile_options, recompile_options
 from weights.walker import batch_invariant_rows
 
 PREFILL_CHUNK = 512  # tokens of a prompt per pass; bounds the memory of activations
+# By device type. On a GPU each pass unpacks all quantized weights to 16 bits first.
+PREFILL_CHUNKS = {"cuda": 2048}
 # The least that a prefill chunk costs, in tokens: reading the weights dominates a shorter one. By
 # device type; other devices take the default in `prefill`.
 PREFILL_COST = {"cpu": 16}
@@ -51,7 +53,7 @@ def decide(state: State, logits: Tensor) -> None:
     """Draw the next token of every row from logits (B, V) and advance; finished rows do not
     change."""
     processed = state.process_logits(logits[:, None], state.pos[:, None])  # (B, 1, V)
-    noise = uniform(state.seed, state.pos + 1)  # (B,)
+    noise = state.noise(state.pos[:, None] + 1)[:, 0]  # (B,)
     token = sample(processed[:, 0], state.sampling_path, state.values, noise)  # (B,)
     state.accepted.fill_(-1)
     token = state.broadcast(token)[:, None]  # (B, 1)
@@ -155,7 +157,10 @@ class Engine:
                 f"speculate_k = {self.speculate_k}: this draft has at most {limit} tokens a round"
             )
         self.max_k = max(self.ks, default=0)
-        self.chunk = PREFILL_CHUNK
+        self.chunk = PREFILL_CHUNKS.get(self.device.type, PREFILL_CHUNK)
+        # Of steps that `warm_up` compiles and `calibrate` measures. Others compile when needed, and
+        # one row's costs stand for theirs.
+        self.row_counts = sorted({1, batch_size})
         validation.check_logprobs(options.logprobs, model.config.vocab_size)
         self.steps: dict[tuple, Callable] = {}  # compiled
         self._make_caches()
@@ -327,7 +332,8 @@ class Engine:
             self.scheduler.waiting.remove(request)
         else:
             self.state.park(request.slot.index)
-            num_padding = PREFILL_CHUNK // 8  # the most that `padded_length` adds to a chunk
+            # At least what `padded_length` adds to a chunk.
+            num_padding = max(PREFILL_CHUNK, self.chunk) // 8
             # Positions that the steps in flight, and two more, may write past the text.
             num_launched = (self.readback.host_lag + 2) * (self.max_k + 1)
             self.scheduler.release(request, num_launched + num_padding)
@@ -468,7 +474,8 @@ class Engine:
         length = min(length, self.max_seq_length)
         if self.measured_costs:
             attended = self.runner.bucket_length(length)
-            self.costs = costs_at(self.measured_costs[num_rows], attended)
+            measured_costs = self.measured_costs.get(num_rows, self.measured_costs[1])
+            self.costs = costs_at(measured_costs, attended)
         k = 0
         if self.ks:
             self.draft_length.costs = self.costs
@@ -637,7 +644,7 @@ class Engine:
         first request."""
         lengths = lengths_to_calibrate(self.max_seq_length) if length is None else [length]
         self.measured_costs = calibrate(self, sampling, lengths, rounds)
-        self.costs = costs_at(self.measured_costs[self.batch_size], 0)
+        self.costs = costs_at(self.measured_costs[max(self.row_counts)], 0)
         return self.costs
 
     def clear(self) -> None:

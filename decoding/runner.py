@@ -132,8 +132,9 @@ class ModelRunner:
 
 
 def padded_length(n: int) -> int:
-    """n rounded up, by at most 7 or an eighth, to one of 32 lengths up to 512. There should be few
-    of them, since oneDNN keeps 0.8 MB of machine code for each shape of a bfloat16 product."""
+    """n rounded up, by at most 7 or an eighth, to one of 32 lengths up to 512 or 48 up to 2048.
+    There should be few of them, since oneDNN keeps 0.8 MB of machine code for each shape of a
+    bfloat16 product."""
     step = max(8, (1 << n.bit_length()) // 16)
     return math.ceil(n / step) * step
 

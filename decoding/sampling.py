@@ -302,6 +302,16 @@ def uniform(
     (github.com/skeeto/hash-prospector, "lowbias32"), written in int64 with a negative constant so
     that no product leaves 63 bits.
     """
+    if not seed.is_cuda:
+        return counter_hash(seed, pos, purpose)
+    # A GPU's compiler, as weights/compiling.py sets it, would evaluate the hash anew for each of
+    # its uses, thousands of times and in every kernel that reads a number. Not in a region, where
+    # it stores what is made of three tensors.
+    purposes = torch.full_like(pos, 1) * purpose
+    return hash_in_region(seed, pos, purposes)
+
+
+def counter_hash(seed: Tensor, pos: Tensor, purpose: int | Tensor) -> Tensor:
     low = seed & MASK
     high = (seed >> 32) & MASK
     state = _mix(low) ^ high
@@ -309,6 +319,9 @@ def uniform(
     step = 0x9E3779B9 * (purpose + 1) & MASK
     state = _mix(state ^ step)
     return (state >> 8).float() * 2.0**-24
+
+
+hash_in_region = torch.compiler.nested_compile_region(counter_hash)
 
 
 def round_uniform(seed: Tensor, start: Tensor, offset: Tensor, purpose: int) -> Tensor:

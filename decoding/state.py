@@ -16,7 +16,17 @@ from torch import Tensor, nn
 import decoding.sampling as sampling
 from decoding.logits import apply_masks, penalize, top_logprobs
 from decoding.options import EngineOptions
-from decoding.sampling import GREEDY, INVALID, MAX_BIASES, PENALIZED, SETTINGS, common_path
+from decoding.sampling import (
+    GREEDY,
+    INVALID,
+    MAX_BIASES,
+    PENALIZED,
+    PLAIN_DRAW,
+    SETTINGS,
+    common_path,
+    round_uniform,
+    uniform,
+)
 from tp import ALONE, Ranks
 
 NO_TOKEN = -2  # fills `out` after a step's tokens, and in slots that do not decode
@@ -182,6 +192,17 @@ class State(nn.Module):
         # A copy: it may write to its argument, and log-probabilities are those of the unmodified
         # logits.
         return self.logits_processor(logits.clone(), self.tokens, pos)
+
+    def noise(self, pos: Tensor, purpose: int = PLAIN_DRAW) -> Tensor:
+        """Uniform numbers (B, T) for tokens at pos (B, T): those of plain decoding, or for another
+        purpose this round's own. Greedy sampling decides alike with any numbers, and gets zeros."""
+        if self.sampling_path == GREEDY:
+            return torch.zeros(pos.shape, device=pos.device)
+        seed = self.seed[:, None].expand_as(pos)
+        if purpose == PLAIN_DRAW:
+            return uniform(seed, pos)
+        start = self.pos[:, None]
+        return round_uniform(seed, start, pos - start, purpose)
 
     def record_logprobs(
         self, logits: Tensor, processed: Tensor, tokens: Tensor, q: Tensor | None = None

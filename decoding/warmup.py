@@ -25,11 +25,6 @@ LONG_CONTEXT = 1024
 SHORT_LENGTH = 200
 
 
-def compiled_row_counts(engine) -> list[int]:
-    """The numbers of rows of compiled steps: one, and all."""
-    return sorted({1, engine.batch_size})
-
-
 def steps_to_compile(engine) -> Iterable[tuple[int, int, int]]:
     """(rows, positions, drafted tokens) of every step that will run: at each number of positions of
     a CUDA graph, or at a short and a long one."""
@@ -37,7 +32,7 @@ def steps_to_compile(engine) -> Iterable[tuple[int, int, int]]:
     lengths = {2, S}
     if engine.runner.uses_cuda_graphs:
         lengths = {min(1 << i, S) for i in range(8, S.bit_length() + 8)}
-    return itertools.product(compiled_row_counts(engine), sorted(lengths), (0, *engine.ks))
+    return itertools.product(engine.row_counts, sorted(lengths), (0, *engine.ks))
 
 
 @torch.inference_mode()
@@ -84,7 +79,7 @@ def calibrate(
     lengths: Sequence[int],
     rounds: int,
 ) -> dict[int, dict[int, Costs]]:
-    """Number of rows, one and all -> attended length -> medians of a plain step, of drafting and
+    """Number of rows -> attended length -> medians of a plain step, of drafting and
     of verifying, measured in turn. `lengths`: how many positions are filled."""
     assert min(lengths) >= 1 and max(lengths) < engine.max_seq_length, (
         f"{lengths} positions filled leave no room in {engine.max_seq_length}"
@@ -96,7 +91,7 @@ def calibrate(
             )
             for length in lengths
         }
-        for num_rows in compiled_row_counts(engine)
+        for num_rows in engine.row_counts
     }
     engine.clear()
     return engine.ranks.broadcast_object(costs)  # draft lengths follow from costs: ranks share them

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.util
 import json
 import os
 import signal
@@ -26,6 +27,30 @@ import decoding.warmup
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
+# Test files by a package of requirements-dev.txt that they cannot be imported without. A machine
+# with a GPU may have pytest and hypothesis alone.
+FILES_BY_PACKAGE = {
+    "lm_eval": ["test_eval_lm.py", "test_hub.py"],
+    "openai": [
+        "test_attacks.py",
+        "test_response_calls.py",
+        "test_responses.py",
+        "test_serve.py",
+        "test_tool_calls.py",
+    ],
+    "rich": ["test_draft_marks.py", "test_live.py"],
+}
+missing_packages = [name for name in FILES_BY_PACKAGE if importlib.util.find_spec(name) is None]
+collect_ignore = [file for name in missing_packages for file in FILES_BY_PACKAGE[name]]
+
+
+def pytest_report_header() -> str | None:
+    """Which files are left out, and why."""
+    if not missing_packages:
+        return None
+    return f"left out without {', '.join(missing_packages)}: {', '.join(collect_ignore)}"
+
+
 STEADY_S = decoding.warmup.STEADY_S
 
 
@@ -483,8 +508,7 @@ WRAPPERS = {
 def oracle(family: str):
     """transformers' model of a family with every parameter random: its own init leaves biases 0 and
     norms 1."""
-    import transformers
-
+    transformers = pytest.importorskip("transformers")
     hf = {**BASE, **FAMILIES[family]}
     auto_model = transformers.AutoModelForCausalLM
     if family in WRAPPERS:
@@ -628,8 +652,7 @@ def text_folder(tmp_path_factory, story_tokenizer) -> Path:
     """A tiny random Llama with that tokenizer: everything the command line needs."""
     import shutil
 
-    import transformers
-
+    transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("text")
     hf = {**BASE, "vocab_size": 384, "model_type": "llama", **rope(10000.0)}
     config = transformers.AutoConfig.for_model(**hf)

@@ -3,6 +3,7 @@ the READMEs show."""
 
 import argparse
 import contextlib
+import fcntl
 import json
 import re
 import subprocess
@@ -24,6 +25,7 @@ from benchmarks import (
     bench_gpu,
     context,
     evaluation,
+    gpu_programs,
     gpu_step,
     memory,
     peers,
@@ -47,7 +49,7 @@ from model import Transformer
 DEMO = ROOT / "checkpoints" / "demo"
 SHAPE = {**BASE, **FAMILIES["llama-3"]}
 PAUSE = 0.25  # seconds; a busy machine may stop a step for a tenth
-DRY = ["--device", "cpu", "--tiny", "--eager", "--rounds", "1", "--steps", "2"]
+DRY = ["--device", "cpu", "--tiny", "--rounds", "1", "--steps", "2"]
 
 
 def test_bytes_of_a_step_by_hand():
@@ -194,29 +196,62 @@ def test_the_8b_shape_at_a_tiny_one(monkeypatch):
 
 
 @pytest.mark.attack
-def test_the_gpu_s_benchmark_on_a_cpu(tmp_path):
-    """The ids that others read are written, steps are compared with float32, and a wrong product is
-    called wrong."""
-    file = tmp_path / "h200.json"
-    arguments = ["decode", "speculation", "--formats", "bf16,int8", *DRY, "--write", str(file)]
-    bench_gpu.run(bench_gpu.parse_args(arguments))
-    rows = {row["id"]: row for row in json.loads(file.read_text())["rows"]}
-    for format in ("bf16", "int8"):
+def test_the_gpu_s_benchmark_on_a_cpu(tmp_path, monkeypatch):
+    """The ids that others read are written, each line before the run ends, on a machine without
+    git; and few files come back. A program that cannot start is a row, and the others go on."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    arguments = ["--formats", "bf16,int8", *DRY, "--output", str(tmp_path / "out")]
+    bench_gpu.run(bench_gpu.parse_args([*arguments, "--gptfast", str(tmp_path)]))
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        "rows.jsonl",
+        "results.json",
+        "log.txt",
+    }
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["commit"] == "unknown"
+    rows = {row["id"]: row for row in results["rows"]}
+    for format in ("1layers.bf16", "1layers.int8", "bf16", "int8"):
         for what in ("of_read_bandwidth", "tok_s", "vs_bf16", "verify6_over_1", "correct"):
             assert rows[f"8b.{format}.{what}"]["value"] > 0, (format, what, rows)
+    for way in ("eager", "drafted", "int8", "compiled"):
+        assert rows[f"tokens.{way}.correct"]["value"] == 1, rows[f"tokens.{way}.correct"]
+    assert rows["8b.1layers.int8.triton.native_matmul.rows6.gain"]["value"] > 0
+    assert rows["8b.1layers.bf16.filled200.correct"]["value"] == 1
     assert rows["spec.8b_int4_1b_int4.alpha80.correct"]["value"] == 1
-    subject = gpu_step.Subject(bench_gpu.parse_args(["decode", *DRY]), "8b", "bf16")
+    assert rows["8b.gptfast.int8.correct"]["value"] == 0
+    lines = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").open()]
+    assert lines[-1]["event"] == "end" and lines == sorted(lines, key=lambda line: line["s"])
+    assert {line["id"] for line in lines if line["event"] == "row"} == {*rows}
+
+
+def test_wrong_logits_are_an_error():
+    arguments = bench_gpu.parse_args([*DRY, "--output", "unused"])
+    subject = gpu_step.Subject(arguments, "8b", "bf16")
+    assert gpu_step.Contender(subject).error <= gpu_step.allowed_error(1)
     subject.model.layers[0].ffn.down.weight.mul_(-1)  # after float32 has said what is right
     with pytest.raises(ValueError, match="wrong: logits are off by"):
         gpu_step.Contender(subject)
 
 
+def test_a_gpu_is_one_process_s_at_a_time(tmp_path, monkeypatch):
+    """Another process cannot take the lock inside, this one can."""
+    monkeypatch.setenv(gpu_programs.LOCK, str(tmp_path / "lock"))
+
+    def lock() -> None:
+        with (tmp_path / "lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    with gpu_programs.alone(), gpu_programs.alone(), pytest.raises(BlockingIOError):
+        lock()
+    lock()
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["decode", "--device", "cpu"], "CUDA device"),
-        (["foo", *DRY], "measurement foo"),
-        (DRY, "name a measurement"),
+        (["--device", "cpu"], "CUDA device"),
+        (["foo", *DRY], "stage foo"),
+        (DRY, "--output DIR"),
     ],
 )
 def test_the_gpu_s_benchmark_refuses_in_one_line(monkeypatch, capsys, arguments, words):
@@ -746,5 +781,5 @@ def test_a_file_in_another_type_says_the_same(type_name, tmp_path):
 @pytest.mark.parametrize("format", ["bf16", "int8", "int4-g32", "fp8", "mxfp6"])
 def test_compiled_steps_on_a_gpu(format):
     """At a tiny shape: wrong logits raise."""
-    args = bench_gpu.parse_args(["decode", "--tiny", "--rounds", "1", "--steps", "4"])
+    args = bench_gpu.parse_args(["--tiny", "--steps", "4", "--output", "unused"])
     assert min(gpu_step.Contender(gpu_step.Subject(args, "8b", format)).run(4)) > 0

@@ -5,11 +5,13 @@ import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_generate import PROMPTS, SAMPLED, rows_of
 
+import cli.opening as opening
 import decoding.engine as engine_room
 import decoding.readback as timing
 import weights.compiling as compiling
@@ -17,7 +19,15 @@ from cli.flags import parse_args
 from cli.main import run
 from decoding.engine import Engine, decide
 from decoding.runner import ModelRunner
-from decoding.sampling import GREEDY, Sampling
+from decoding.sampling import (
+    ACCEPT,
+    DRAFT_DRAW,
+    GREEDY,
+    PATHS,
+    Sampling,
+    round_uniform,
+    uniform,
+)
 from decoding.scheduler import Request
 from decoding.state import NO_TOKEN, State
 from drafts.ngram import NgramDraft
@@ -426,6 +436,80 @@ def test_warm_up_runs_every_length_that_will_be_recorded(folder_of, k, monkeypat
             for count in {0, k or 0}:
                 engine.run(engine.rows(0, 1), length, count)
     assert seen <= warmed and all(length % 16 == 0 for length, _ in seen)
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_greedy_steps_draw_no_numbers(folder_of, drafted, monkeypatch):
+    """The hash takes a compiler long, and a greedy step decides alike with any numbers."""
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    drafter = ModelDraft(layer_subset(model, [0])) if drafted else None
+    engine = Engine(model, 4, 60, drafter=drafter, speculate_k=3)
+    want = rows_of(model, PROMPTS)
+
+    def refuse(*_):
+        raise AssertionError("a number was drawn")
+
+    monkeypatch.setattr("decoding.state.uniform", refuse)
+    monkeypatch.setattr("decoding.state.round_uniform", refuse)
+    assert rows_of(model, PROMPTS, engine=engine) == want
+    with pytest.raises(AssertionError, match="a number was drawn"):
+        rows_of(model, PROMPTS, engine=engine, sampling=SAMPLED)
+
+
+def test_numbers_of_a_round(folder_of):
+    """Row by row, also in a view of some rows: those of plain decoding belong to a position, the
+    others to a position of this round."""
+    engine = Engine(load_model(folder_of("llama-3"), dtype=torch.float32), 3, 60)
+    state = engine.state
+    state.sampling_path = "plain"
+    state.seed.copy_(torch.tensor([5, 6, 2**40]))
+    state.pos.copy_(torch.tensor([7, 9, 3]))
+    pos = state.pos[:, None] + torch.arange(1, 5)  # (B, T)
+    seed = state.seed[:, None].expand_as(pos)
+    assert torch.equal(state.noise(pos), uniform(seed, pos))
+    for purpose in (DRAFT_DRAW, ACCEPT):
+        noise = state.noise(pos, purpose)
+        assert torch.equal(engine.rows(1, 3).state.noise(pos[1:], purpose), noise[1:])
+        offset = torch.arange(1, 5).expand_as(pos)
+        assert torch.equal(noise, round_uniform(seed, state.pos[:, None], offset, purpose))
+        assert len({*noise.flatten().tolist()}) == noise.numel()
+
+
+def test_warm_up_of_one_row_alone(folder_of, monkeypatch):
+    """As a server on a GPU starts: steps of several rows compile when they are needed, and one
+    row's costs stand for theirs. The texts are those of an engine that has warmed up everything."""
+    model, row_counts = load_model(folder_of("llama-3"), dtype=torch.float32), []
+    want = rows_of(model, PROMPTS)
+    drafter = ModelDraft(layer_subset(model, [0]))
+    engine = Engine(model, 4, 60, drafter=drafter, speculate_k="auto")
+    run = engine.run
+
+    def watched(rows, *args, **options):
+        row_counts.append(len(rows.state.pos))
+        return run(rows, *args, **options)
+
+    monkeypatch.setattr(engine, "run", watched)
+    engine.row_counts = [1]
+    engine.warm_up(GREEDY)
+    engine.calibrate(Sampling(0), rounds=1)
+    assert {*row_counts} == {1} and engine.costs.decode_s > 0
+    assert rows_of(model, PROMPTS, engine=engine) == want
+    assert 4 in row_counts
+
+
+@pytest.mark.parametrize("uses_cuda_graphs", [False, True])
+def test_a_server_s_first_steps(uses_cuda_graphs, monkeypatch, capsys):
+    """A CPU stores what it compiles, and compiles everything at once. A GPU compiles at every
+    start: one row with the default sampling, and a line says what compiles later."""
+    calls = []
+    monkeypatch.setattr(opening, "warm_up", lambda *args: calls.append(args))
+    runner = SimpleNamespace(uses_cuda_graphs=uses_cuda_graphs)
+    engine = SimpleNamespace(runner=runner, row_counts=[1, 4])
+    opening.warm_up_for_later(engine, Sampling(0.8))
+    ((_, _, paths),) = calls
+    is_later = "compile when first needed" in capsys.readouterr().err
+    expected = (["plain"], [1], True) if uses_cuda_graphs else (PATHS, [1, 4], False)
+    assert (paths, engine.row_counts, is_later) == expected
 
 
 @pytest.mark.parametrize("drafter", [None, NgramDraft], ids=["plain", "ngram"])

@@ -39,7 +39,7 @@ from drafts.ngram import NgramDraft
 from generate import LLM, decode
 from loading.checkpoint import Checkpoint, load_model
 from model import Block
-from scripts.serve import parse_args as server_flags
+from scripts.serve_flags import parse_args as server_flags
 from speculative import ModelDraft
 
 COMMON = torch.randint(3, 60, (40,), generator=torch.Generator().manual_seed(2)).tolist()

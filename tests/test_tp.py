@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from conftest import BASE, FAMILIES, ROOT, rope
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,6 +53,7 @@ WIDE = {  # every group of inputs divides over four ranks, which are more than t
 
 
 def random_folder(folder, hf: dict, seed: int = 3):
+    transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(**hf)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -10,10 +10,10 @@ decoding/engine.py is the only call of torch.compile.
     register_handle             a number for a module that the compiler cannot trace; module_of
                                 returns the module
 
-Three more workarounds live at the code they concern: `Block.forward` is a nested region, so that
-one block is compiled for all layers; `Linear.forward` flattens its input before adding a bias;
-`ModelRunner` keeps one position of slack and never prefills a single position alone.
-benchmarks/NOTES.md has the time that each saves.
+Four more workarounds live at the code they concern: `Block.forward` is a nested region, so that
+one block is compiled for all layers, and on a GPU so is the hash of sampling.uniform;
+`Linear.forward` flattens its input before adding a bias; `ModelRunner` keeps one position of slack
+and never prefills a single position alone. benchmarks/NOTES.md has the time that each saves.
 """
 
 import functools
