@@ -236,6 +236,11 @@ def max_and_index(x: Tensor) -> tuple[Tensor, Tensor]:
     num_parts = math.gcd(x.size(-1), MAX_PARTS)
     if num_parts == 1 or not x.is_cuda or not torch.compiler.is_compiling():
         return x.max(dim=-1)
+    return max_by_parts(x, num_parts)
+
+
+def max_by_parts(x: Tensor, num_parts: int) -> tuple[Tensor, Tensor]:
+    """x.max(dim=-1), by way of the maxima of equal parts."""
     parts = x.unflatten(-1, (num_parts, -1))
     part_max, part_index = parts.max(dim=-1)  # (..., num_parts)
     top, part = part_max.max(dim=-1, keepdim=True)  # (..., 1)

@@ -36,8 +36,17 @@ ONE_KERNEL = {
 }
 
 # Coordinate descent also turns a product of one row into a multiplication and a sum, fused with the
-# operations around.
-GPU_OPTIONS = {"coordinate_descent_tuning": True, **ONE_KERNEL}
+# operations around. A native product is one kernel with the unpacking of its weights and the
+# operations around, on tensor cores, for 2 rows or more. Combined kernels write rotated queries,
+# keys and values with one launch.
+NATIVE_PRODUCTS = "triton.native_matmul"
+GPU_OPTIONS = {
+    "coordinate_descent_tuning": True,
+    NATIVE_PRODUCTS: True,
+    "combo_kernels": True,
+    "combo_kernels_pointwise_only": True,
+    **ONE_KERNEL,
+}
 
 # Inductor's checks of sizes and alignment take 4 % of SmolLM2's step on a CPU. A CUDA graph replays
 # without them.
@@ -109,13 +118,21 @@ def filter_guards(guards: list) -> list[bool]:
     ]
 
 
+@functools.cache
+def has_option(name: str) -> bool:
+    """Does this version of Inductor know an option?"""
+    return name in torch._inductor.config.get_config_copy()
+
+
 def compile_options(device: torch.device, prompts: bool) -> dict[str, object]:
     """Inductor's settings for steps, or for prompts, which have too many lengths for CUDA
     graphs."""
     if device.type == "cpu":
         probe_vector_isa()
     options = torch._inductor.list_mode_options("default" if prompts else "reduce-overhead")
-    gpu_options = GPU_OPTIONS if device.type == "cuda" and not prompts else {}
+    gpu_options = {}
+    if device.type == "cuda" and not prompts:
+        gpu_options = {name: value for name, value in GPU_OPTIONS.items() if has_option(name)}
     # Before 2.13, two calls of torch.compile with equal options share compiled code. Nothing reads
     # this folder, because Inductor's debug traces are off, and no key of torch's caches depends on
     # it.

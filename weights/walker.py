@@ -17,7 +17,14 @@ from torch import nn
 
 from weights.experts import pack_experts
 from weights.formats import release_memory
-from weights.linears import PackedLinear, QuantizedEmbedding, QuantizedLinear, check_unpacked
+from weights.linears import (
+    FUSING_DEVICE,
+    FusedLinear,
+    PackedLinear,
+    QuantizedEmbedding,
+    QuantizedLinear,
+    check_unpacked,
+)
 
 
 def named_linears(
@@ -102,15 +109,16 @@ def pack_model(model: nn.Module, *others: nn.Module) -> nn.Module:
     copied. `others` are models that share modules with it, such as a draft of some of its layers;
     shared Linears are packed once. An embedding that shares its head's plain weights keeps them.
     """
+    kinds = {"cpu": PackedLinear, FUSING_DEVICE: FusedLinear}  # of plain Linears, by device
     packed_by_id = {}  # id of a plain Linear -> its packed form
     for module in (model, *others):
         pack_experts(module)
 
-    def pack(name: str, linear: nn.Module) -> PackedLinear | None:
+    def pack(name: str, linear: nn.Module) -> nn.Module | None:
         if isinstance(linear, QuantizedLinear):
             linear.pack()
-        elif id(linear) not in packed_by_id and linear.weight.device.type == "cpu":
-            packed_by_id[id(linear)] = PackedLinear(linear)
+        elif id(linear) not in packed_by_id and linear.weight.device.type in kinds:
+            packed_by_id[id(linear)] = kinds[linear.weight.device.type](linear)
             release_memory()
         return packed_by_id.get(id(linear))
 
