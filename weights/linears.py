@@ -476,12 +476,14 @@ class QuantizedEmbedding(nn.Module):
 
 
 class FusedLinear(RowsLinear):
-    """A Linear with plain weights on a GPU."""
+    """A Linear with plain weights on a GPU. `is_activated`: does its input come from an activation
+    function, which takes longer to compute than to read?"""
 
     is_packed = True
 
-    def __init__(self, linear: nn.Linear):
+    def __init__(self, linear: nn.Linear, is_activated: bool):
         super().__init__()
+        self.is_activated = is_activated
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.weight = linear.weight
@@ -498,8 +500,10 @@ class FusedLinear(RowsLinear):
     def fused_products(self, x: Tensor, outputs: list[slice]) -> list[Tensor]:
         from weights import gpu
 
+        if x.size(0) > 1 or self.is_activated:
+            x = gpu.stored(x)
         if x.size(0) > 1:
-            return [F.linear(gpu.stored(x), self.weight[rows]) for rows in outputs]
+            return [F.linear(x, self.weight[rows]) for rows in outputs]
         return [gpu.row_sums(self.weight[rows].float(), x) for rows in outputs]
 
 

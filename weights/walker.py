@@ -101,6 +101,15 @@ def quantized_copy(model: nn.Module, scheme: str) -> nn.Module:
     return quantize_model(duplicate, scheme)
 
 
+def pack_plain(name: str, linear: nn.Linear) -> nn.Module | None:
+    """A plain Linear in the form that its device multiplies fastest; None: as it is."""
+    if linear.weight.device.type == "cpu":
+        return PackedLinear(linear)
+    if linear.weight.device.type == FUSING_DEVICE:
+        return FusedLinear(linear, is_activated=name.endswith("down"))
+    return None
+
+
 @torch.no_grad()
 def pack_model(model: nn.Module, *others: nn.Module) -> nn.Module:
     """Pack each Linear for its kernel, one by one, so that only one matrix exists twice at a time.
@@ -109,7 +118,6 @@ def pack_model(model: nn.Module, *others: nn.Module) -> nn.Module:
     copied. `others` are models that share modules with it, such as a draft of some of its layers;
     shared Linears are packed once. An embedding that shares its head's plain weights keeps them.
     """
-    kinds = {"cpu": PackedLinear, FUSING_DEVICE: FusedLinear}  # of plain Linears, by device
     packed_by_id = {}  # id of a plain Linear -> its packed form
     for module in (model, *others):
         pack_experts(module)
@@ -117,8 +125,8 @@ def pack_model(model: nn.Module, *others: nn.Module) -> nn.Module:
     def pack(name: str, linear: nn.Module) -> nn.Module | None:
         if isinstance(linear, QuantizedLinear):
             linear.pack()
-        elif id(linear) not in packed_by_id and linear.weight.device.type in kinds:
-            packed_by_id[id(linear)] = kinds[linear.weight.device.type](linear)
+        elif id(linear) not in packed_by_id:
+            packed_by_id[id(linear)] = pack_plain(name, linear)
             release_memory()
         return packed_by_id.get(id(linear))
 
