@@ -304,7 +304,7 @@ def draw(
     cumulative = torch.where(p > 0, p.cumsum(dim=-1), p)  # 0 stays 0, NaN stays NaN
     total = cumulative.amax(dim=-1, keepdim=True)  # (..., 1)
     reached = cumulative > noise[..., None] * total  # (..., V)
-    token = reached.byte().argmax(dim=-1)
+    _, token = max_and_index(reached.byte())
     return torch.where(reached.any(dim=-1), token, INVALID)
 
 

@@ -91,8 +91,9 @@ def test_fused_products_multiply_with_the_stored_weights(scheme, rows, as_if_on_
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8", pytest.param("mxfp6", marks=pytest.mark.attack)])
 def test_few_rows_are_fused_and_prompts_are_not(scheme, monkeypatch, as_if_on_a_gpu):
-    """Compiled products of up to 16 rows take the fused form; more rows, rows whose number is left
-    open, and eager code do not. One compilation serves all open numbers."""
+    """Compiled products of up to 16 rows take the fused form, sums of one row or for MX codes, and
+    otherwise a product with the codes that is scaled afterwards; more rows, rows whose number is
+    left open, and eager code do not. One compilation serves all open numbers."""
     linear, weight = linear_of(scheme)
     if scheme == "mxfp6":  # other formats have nothing to pack there
         linear.pack()
@@ -109,11 +110,14 @@ def test_few_rows_are_fused_and_prompts_are_not(scheme, monkeypatch, as_if_on_a_
         assert torch.allclose(
             step(x).double(), x.double() @ weight.T, rtol=1e-3, atol=1e-3 * weight.abs().max()
         )
-        return "library" if "linear(" in graphs[-1] else "fused"
+        _, has_library_product, scaling = graphs[-1].partition("linear(")
+        if not has_library_product:
+            return "sums"
+        return "codes" if " * " in scaling else "library"
 
     for rows, open, form in (
-        (1, False, "fused"),
-        (16, False, "fused"),
+        (1, False, "sums"),
+        (16, False, "sums" if scheme in MX else "codes"),
         (17, False, "library"),
         (5, True, "library"),
     ):

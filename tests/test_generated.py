@@ -34,6 +34,16 @@ def test_a_block_launches_few_kernels(folder, format):
     assert counts[0] <= step and counts[1] <= verification, counts
 
 
+def test_no_thread_block_looks_through_a_vocabulary_alone(folder):
+    """In two stages the first has 128 blocks a row. A prefix sum of the vocabulary has an
+    algorithm of its own, for many blocks."""
+    for k in (0, 5):
+        sources = generated.kernel_sources((folder / f"int8.k{k}.py").read_text())
+        reductions = [source for name, source in sources.items() if "triton_spl" not in name]
+        alone = [s for s in reductions if "    xnumel = 1\n" in s and "r0_numel = 128256\n" in s]
+        assert reductions and not alone, alone
+
+
 @pytest.mark.parametrize("format", ["int8", "mxfp6"])
 def test_six_rows_spill_no_register(folder, format):
     code = (folder / f"{format}.k5.py").read_text()

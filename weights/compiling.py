@@ -39,10 +39,9 @@ ONE_KERNEL = {
 # operations around. A native product is one kernel with the unpacking of its weights and the
 # operations around, on tensor cores, for 2 rows or more. Combined kernels write rotated queries,
 # keys and values with one launch.
-NATIVE_PRODUCTS = "triton.native_matmul"
 GPU_OPTIONS = {
     "coordinate_descent_tuning": True,
-    NATIVE_PRODUCTS: True,
+    "triton.native_matmul": True,
     "combo_kernels": True,
     "combo_kernels_pointwise_only": True,
     **ONE_KERNEL,
@@ -118,12 +117,6 @@ def filter_guards(guards: list) -> list[bool]:
     ]
 
 
-@functools.cache
-def has_option(name: str) -> bool:
-    """Does this version of Inductor know an option?"""
-    return name in torch._inductor.config.get_config_copy()
-
-
 def compile_options(device: torch.device, prompts: bool) -> dict[str, object]:
     """Inductor's settings for steps, or for prompts, which have too many lengths for CUDA
     graphs."""
@@ -132,7 +125,9 @@ def compile_options(device: torch.device, prompts: bool) -> dict[str, object]:
     options = torch._inductor.list_mode_options("default" if prompts else "reduce-overhead")
     gpu_options = {}
     if device.type == "cuda" and not prompts:
-        gpu_options = {name: value for name, value in GPU_OPTIONS.items() if has_option(name)}
+        # Those that this version knows.
+        known_options = torch._inductor.config.get_config_copy()
+        gpu_options = {name: x for name, x in GPU_OPTIONS.items() if name in known_options}
     # Before 2.13, two calls of torch.compile with equal options share compiled code. Nothing reads
     # this folder, because Inductor's debug traces are off, and no key of torch's caches depends on
     # it.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from exact.products import ROW_COUNTS, RowSplit, find_kernel_split
 from weights import cpu, formats
-from weights.compiling import NATIVE_PRODUCTS, has_option, is_small_batch, register_handle
+from weights.compiling import is_small_batch, register_handle
 from weights.cpu import PackedInt8, PackedWeights
 from weights.formats import (
     FORMATS,
@@ -80,7 +80,6 @@ class QuantizedLinear(RowsLinear):
 
     has_embedding = False  # does an embedding read rows of the stored parts?
     is_packed = False
-    has_native_product = False  # does its compiler fuse unpacking and a product of matrices?
     expanded_bytes = 0  # bytes that a product reads beyond the size of the stored parts
     # The numbers of rows in which `kernel` runs, for subclasses that have one.
     row_split = RowSplit()
@@ -192,8 +191,6 @@ class QuantizedLinear(RowsLinear):
         """Build the kernel's form for activations of `dtype`: the last step of loading, after all
         parts are filled."""
         if not self.is_packed:
-            on_gpu = self.codes.device.type == FUSING_DEVICE
-            self.has_native_product = on_gpu and has_option(NATIVE_PRODUCTS)
             self.prepack()
             self.is_packed = True
             release_memory()
@@ -261,8 +258,8 @@ class QuantizedLinear(RowsLinear):
             return gpu.row_sums(self.format.dequantize(parts), x)
         codes = self.format.elements(parts["codes"])
         scale = parts["scale"].float()
-        if x.size(0) == 1 or not self.has_native_product or x.dtype == torch.float16:
-            return gpu.row_sums(codes, x, scale)  # in float32, because float16 may overflow
+        if x.size(0) == 1 or x.dtype == torch.float16:  # which may overflow
+            return gpu.row_sums(codes, x, scale)
         y = F.linear(gpu.stored(x), codes.to(x.dtype))
         return (y * scale).to(x.dtype)
 
