@@ -101,7 +101,7 @@ class Stack(nn.Module):
 
         stack = None
         for number, linear in enumerate(linears):
-            part = getattr(linear, name).detach()
+            part = gpu.as_compilable(getattr(linear, name).detach())
             if name == "codes" and self.uses_words:
                 part = gpu.pack_words(part, self.format.bits, self.format.group)
             if stack is None:

@@ -1,5 +1,6 @@
 """Products of a few rows as multiplications and sums, which a GPU's compiler fuses into one kernel.
 
+    as_compilable   a stored part in a type that the compiler knows
     stored          rows that a compiler writes to memory
     row_sums        terms (out, in) and rows (M, in) -> (M, out)
     in_word_order   rows in the order of packed words
@@ -74,6 +75,15 @@ def decode_words(format: Packed, parts: dict[str, Tensor]) -> Tensor:
     """Parts of n rows, with codes in words -> float32 (n, in)."""
     codes = unpack_words(parts["codes"], format.bits)
     return format.weights(in_order(codes, format.group), parts)
+
+
+def as_compilable(part: Tensor) -> Tensor:
+    """A stored part in a type that this GPU's compiler knows: bytes for E4M3 below capability
+    8.9."""
+    if part.dtype != torch.float8_e4m3fn or not part.is_cuda or torch.version.hip is not None:
+        return part
+    has_e4m3 = torch.cuda.get_device_capability(part.device) >= (8, 9)
+    return part if has_e4m3 else part.view(torch.uint8)
 
 
 def stored(x: Tensor) -> Tensor:

@@ -206,10 +206,11 @@ class QuantizedLinear(RowsLinear):
             effect = f"weights are held in {str(self.dtype).removeprefix('torch.')} instead"
         if self.codes.device.type != "cuda":
             warn_no_kernel(self.scheme, effect)
-        elif not compiles_e4m3(self.codes.device):
-            for name, part in self.parts().items():
-                if part.dtype == torch.float8_e4m3fn:
-                    self.register_parameter(name, nn.Parameter(part.view(torch.uint8), False))
+            return
+        from weights import gpu
+
+        for name, part in self.parts().items():
+            self.register_parameter(name, nn.Parameter(gpu.as_compilable(part), False))
 
     @property
     def batch_invariant_rows(self) -> int:
@@ -274,11 +275,6 @@ def is_fused(x: Tensor) -> bool:
         and x.device.type == FUSING_DEVICE
         and is_small_batch(x.size(0), MAX_KERNEL_ROWS)
     )
-
-
-def compiles_e4m3(device: torch.device) -> bool:
-    """Does Triton compile float8_e4m3fn for this GPU?"""
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @functools.cache
