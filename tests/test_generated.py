@@ -34,6 +34,16 @@ def test_a_block_launches_few_kernels(folder, format):
     assert counts[0] <= step and counts[1] <= verification, counts
 
 
+def test_triton_takes_every_kernel(folder):
+    """It refuses constants beyond 32 bits times an index, as the hash of uniform numbers once had
+    in a verification."""
+    for k in (0, 5):
+        code = (folder / f"int8.k{k}.py").read_text()
+        counts = generated.launches(code)
+        kernels = generated.kernels_of(code, counts.block + counts.outside, "8b", "cuda:90")
+        assert [str(kernel) for kernel in kernels if kernel.machine is None] == []
+
+
 def test_no_thread_block_looks_through_a_vocabulary_alone(folder):
     """In two stages the first has 128 blocks a row. A prefix sum of the vocabulary has an
     algorithm of its own, for many blocks."""
