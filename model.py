@@ -324,6 +324,10 @@ class Caches(NamedTuple):
     key_pos: Tensor  # (S,) 0, 1, 2, …
     row_multiple: int = 1  # query rows are padded to a multiple of this
     key_block: int = 1  # the keys of a window are gathered in whole blocks of this many
+    # Keys that a row of a mask has memory for, whatever S is. A GPU's attention kernel takes rows
+    # that begin at multiples of 8 keys, and compiled code copies a mask for each layer unless it
+    # knows that they do.
+    mask_length: int | None = None
     # Layer, or the number of layers -> recorder of what enters it.
     aux_hidden_states: Mapping[int, nn.Module] = {}
     last_positions: Tensor | None = None  # (B or more,) of each row's text, for longrope: see Rope
@@ -370,14 +374,19 @@ class AttentionMask(NamedTuple):
         R: int,
         row_multiple: int,
         dtype: torch.dtype,
+        mask_length: int | None = None,
     ) -> AttentionMask:
-        """The mask as 0 and -inf for R * T query rows, padded to a multiple of `row_multiple`."""
+        """The mask as 0 and -inf for R * T query rows, padded to a multiple of `row_multiple`, in
+        memory for rows of `mask_length` keys."""
         zero = torch.zeros((), dtype=dtype, device=self.mask.device)
         bias = zero.where(self.mask, -math.inf)
         bias = bias.repeat(1, 1, R, 1)  # (B, 1, T, S) -> (B, 1, R*T, S)
         num_padding = -bias.size(2) % row_multiple
         if num_padding:
             bias = F.pad(bias, (0, 0, 0, num_padding))
+        if mask_length is not None and self.index is None:
+            S = bias.size(-1)
+            bias = F.pad(bias, (0, mask_length - S))[..., :S]
         return self._replace(mask=bias)
 
 
@@ -565,12 +574,11 @@ class FeedForward(nn.Module):
         self.down = Linear(dim, config.dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up = self.gate_up(x)  # (..., 2F)
-        return self.down(self.gated(gate_up))
+        gate, up = self.gate_up.halves(x)  # each (..., F)
+        return self.down(self.gated(gate, up))
 
-    def gated(self, gate_up: Tensor) -> Tensor:
-        """(..., 2F) -> (..., F)"""
-        gate, up = gate_up.chunk(2, dim=-1)  # each (..., F)
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """(..., F), (..., F) -> (..., F)"""
         if self.limit is None:
             return self.activation(gate) * up
         gate = gate.clamp(max=self.limit)
@@ -749,8 +757,8 @@ class Transformer(nn.Module):
         visible = {}
         for window in set(self.windows):
             keys = visible_keys(pos, caches.key_pos, window, caches.key_block)
-            keys = keys.as_bias(H // G, caches.row_multiple, dtype)
-            visible[window] = keys._replace(attend=caches.attend)
+            shape = (H // G, caches.row_multiple, dtype, caches.mask_length)
+            visible[window] = keys.as_bias(*shape)._replace(attend=caches.attend)
         return visible
 
     def embedded(self, tokens: Tensor) -> Tensor:
@@ -822,6 +830,10 @@ class Linear(nn.Linear):
         # was traced with.
         y = F.linear(x.flatten(0, -2), self.weight, self.bias)
         return y.unflatten(0, x.shape[:-1])
+
+    def halves(self, x: Tensor) -> tuple[Tensor, ...]:
+        """(..., in) -> the two halves of (..., out)."""
+        return self(x).chunk(2, dim=-1)
 
 
 class RMSNorm(nn.Module):

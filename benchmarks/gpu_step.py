@@ -35,7 +35,7 @@ from model import Block, Config, Transformer
 from speculative import Drafter
 from weights import formats
 from weights.linears import QuantizedLinear
-from weights.walker import quantized_linears
+from weights.walker import pack_model
 
 POSITIONS = 1024  # of a cache
 UNCOUNTED = 2  # calls before those that are timed
@@ -116,8 +116,8 @@ class Subject:
             )
             # (K + 1, V) from the prompt's last token on
             self.expected = float32_logits(self.model, ids, K + 1)
-            for linear in quantized_linears(self.model) if args.device.type != "cpu" else ():
-                linear.pack()
+            if args.device.type != "cpu":
+                pack_model(self.model)
 
 
 def larger_chunks(device: torch.device):

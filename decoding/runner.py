@@ -20,6 +20,8 @@ from exact.attention import KEY_BLOCK, invariant_multiples, kernel_of, round_up_
 from model import Caches, KVCache, Transformer
 from weights.compiling import mark_dynamic
 
+MASK_MULTIPLE = 8  # keys, at which a row of a mask begins for a GPU's attention kernel
+
 
 class ModelRunner:
     """A model with its own caches of B rows and S positions, or on `layers` of another's caches.
@@ -64,6 +66,9 @@ class ModelRunner:
             caches = caches._replace(layers=tuple(layers))
         attend = split_attend if is_split else None
         self.caches = caches._replace(row_multiple=row_multiple, key_block=KEY_BLOCK, attend=attend)
+        if self.uses_cuda_graphs:
+            mask_length = math.ceil((self.S + slack) / MASK_MULTIPLE) * MASK_MULTIPLE
+            self.caches = self.caches._replace(mask_length=mask_length)
         self.hidden = model.hidden if compile_prompts is None else compile_prompts(model.hidden)
 
     def set_last_positions(self, last_positions: Tensor) -> None:

@@ -31,6 +31,7 @@ MAX_BIASES = 300  # ids of a logit_bias
 PLAIN_DRAW, DRAFT_DRAW, ACCEPT = range(3)
 NUM_PURPOSES = 3
 MASK = 0xFFFFFFFF  # the low 32 bits
+MAX_PARTS = 128  # of a vocabulary, each for a thread block of a GPU
 # ---------------------------------------------------------------------------------------- filters
 
 
@@ -184,7 +185,7 @@ def sample(logits: Tensor, path: str, values: Tensor, noise: Tensor) -> Tensor:
     """Draw from `distribution(logits, path, values)`. Greedy takes the argmax, which the one-hot
     marks."""
     if path == GREEDY:
-        top, token = logits.float().max(dim=-1)
+        top, token = max_and_index(logits.float())
         return torch.where(top.isfinite(), token, INVALID)
     return draw(distribution(logits, path, values), noise)
 
@@ -204,15 +205,15 @@ def distribution(
     row that holds a NaN or +inf becomes all NaN.
     """
     logits = logits.float()
-    top = logits.max(dim=-1, keepdim=True)
-    one_hot = torch.zeros_like(logits).scatter(-1, top.indices, 1.0)
-    one_hot = torch.where(top.values.isfinite(), one_hot, math.nan)
+    top, token = (x[..., None] for x in max_and_index(logits))  # (..., 1)
+    one_hot = torch.zeros_like(logits).scatter(-1, token, 1.0)
+    one_hot = torch.where(top.isfinite(), one_hot, math.nan)
     if path == GREEDY:
         return one_hot
     value_by_name = split_by_name(values, logits.dim())
     temperature = value_by_name["temperature"]
     is_greedy = (temperature == 0) | (value_by_name["top_k"] == 1)
-    scaled = (logits - top.values) / torch.where(is_greedy, 1.0, temperature)
+    scaled = (logits - top) / torch.where(is_greedy, 1.0, temperature)
     # The largest term is exp(0), so nothing overflows.
     p = torch.where(is_greedy, one_hot, scaled.softmax(dim=-1))
     if path == PLAIN:
@@ -227,6 +228,24 @@ def distribution(
         is_filtered = is_filtered | ~is_neutral
     total = filtered.sum(dim=-1, keepdim=True)
     return torch.where(is_filtered & ~is_greedy, filtered / total, p)
+
+
+def max_and_index(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The maximum of x (..., V) and its first index; a NaN is a maximum. Compiled for a GPU, one
+    thread block would look for the index: there parts of V come first, and then their maxima."""
+    num_parts = math.gcd(x.size(-1), MAX_PARTS)
+    if num_parts == 1 or not x.is_cuda or not torch.compiler.is_compiling():
+        return x.max(dim=-1)
+    return max_by_parts(x, num_parts)
+
+
+def max_by_parts(x: Tensor, num_parts: int) -> tuple[Tensor, Tensor]:
+    """x.max(dim=-1), by way of the maxima of equal parts."""
+    parts = x.unflatten(-1, (num_parts, -1))
+    part_max, part_index = parts.max(dim=-1)  # (..., num_parts)
+    top, part = part_max.max(dim=-1, keepdim=True)  # (..., 1)
+    index = part_index.gather(-1, part) + part * parts.size(-1)
+    return top[..., 0], index[..., 0]
 
 
 def common_path(owners: Iterable) -> str:
@@ -280,12 +299,12 @@ def draw(
     pick an impossible id or none. A greedy distribution is one-hot and needs no sum.
     """
     if path == GREEDY:
-        top, token = p.max(dim=-1)
+        top, token = max_and_index(p)
         return torch.where(top > 0, token, INVALID)
     cumulative = torch.where(p > 0, p.cumsum(dim=-1), p)  # 0 stays 0, NaN stays NaN
     total = cumulative.amax(dim=-1, keepdim=True)  # (..., 1)
     reached = cumulative > noise[..., None] * total  # (..., V)
-    token = reached.byte().argmax(dim=-1)
+    _, token = max_and_index(reached.byte())
     return torch.where(reached.any(dim=-1), token, INVALID)
 
 

@@ -1,6 +1,8 @@
 """weights/gpu.py, and the Linears that use it on a GPU, on a CPU: bits in their places, sums
 against float64."""
 
+import math
+
 import pytest
 import torch
 from test_quantize import MX as SPECIFIED
@@ -34,8 +36,10 @@ def test_words_hold_every_code_where_its_input_is(scheme):
     words = pack_words(linear.codes, format.bits, format.group)
     assert words.dtype == torch.int32 and words.nbytes == linear.codes.nbytes
     assert torch.equal(in_order(unpack_words(words, format.bits), format.group), want)
-    # the first one's words
-    group = unpack_words(words[:, : len(words[0]) * format.group // 256], format.bits)
+    # the first one's words, of each plane
+    planes = words.unflatten(1, (math.lcm(format.bits, 32) // 32, -1))
+    first = planes[..., : planes.size(-1) * format.group // 256].flatten(1)
+    group = unpack_words(first, format.bits)
     n = format.group // len(group)
     assert all(torch.equal(code, want[:, i * n : (i + 1) * n]) for i, code in enumerate(group))
 
@@ -81,14 +85,15 @@ def test_fused_products_multiply_with_the_stored_weights(scheme, rows, as_if_on_
         linear.pack()
     x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(4))
     want, size = x.double() @ weight.T, x.abs().double() @ weight.abs().T
-    found = linear.fused_product(x).double()
+    found = linear.fused_products(x, [slice(None)])[0].double()
     assert found.shape == want.shape and ((found - want).abs() <= 256 * 2**-24 * size + 1e-30).all()
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8", pytest.param("mxfp6", marks=pytest.mark.attack)])
 def test_few_rows_are_fused_and_prompts_are_not(scheme, monkeypatch, as_if_on_a_gpu):
-    """Compiled products of up to 16 rows take the fused form; more rows, rows whose number is left
-    open, and eager code do not. One compilation serves all open numbers."""
+    """Compiled products of up to 16 rows take the fused form, sums of one row or for MX codes, and
+    otherwise a product with the codes that is scaled afterwards; more rows, rows whose number is
+    left open, and eager code do not. One compilation serves all open numbers."""
     linear, weight = linear_of(scheme)
     if scheme == "mxfp6":  # other formats have nothing to pack there
         linear.pack()
@@ -105,11 +110,14 @@ def test_few_rows_are_fused_and_prompts_are_not(scheme, monkeypatch, as_if_on_a_
         assert torch.allclose(
             step(x).double(), x.double() @ weight.T, rtol=1e-3, atol=1e-3 * weight.abs().max()
         )
-        return "library" if "linear(" in graphs[-1] else "fused"
+        _, has_library_product, scaling = graphs[-1].partition("linear(")
+        if not has_library_product:
+            return "sums"
+        return "codes" if " * " in scaling else "library"
 
     for rows, open, form in (
-        (1, False, "fused"),
-        (16, False, "fused"),
+        (1, False, "sums"),
+        (16, False, "sums" if scheme in MX else "codes"),
         (17, False, "library"),
         (5, True, "library"),
     ):

@@ -163,6 +163,23 @@ ONE = [
 ]
 
 
+@pytest.mark.parametrize("num_parts", [2, 8, 64])
+def test_a_maximum_by_parts_is_the_maximum(num_parts):
+    """As a GPU's compiled code finds it: the first of equal logits, in one part or in two; NaN and
+    infinity as torch.max has them."""
+    logits = torch.randn(9, 128, generator=torch.Generator().manual_seed(2)).round()
+    logits[1, 70] = logits[1, 3] = logits[1, 2] = 9.0
+    logits[2] = 0.0
+    logits[3, 100] = math.inf
+    logits[4, 90] = logits[4, 127] = math.nan
+    logits[5] = -math.inf
+    logits[6, 5:] = -math.inf
+    top, index = program.max_by_parts(logits, num_parts)
+    want = logits.max(dim=-1)
+    assert torch.equal(index, want.indices)
+    assert torch.equal(top.nan_to_num(7.5), want.values.nan_to_num(7.5))
+
+
 def test_a_top_k_of_one_is_greedy_and_larger_ones_keep_ties():
     """Greedy's rule, the lowest id of those that tie, with other filters, in one batch with rows of
     every kind, and drawn with any noise. A larger top_k keeps ties with its last token:

@@ -36,8 +36,16 @@ ONE_KERNEL = {
 }
 
 # Coordinate descent also turns a product of one row into a multiplication and a sum, fused with the
-# operations around.
-GPU_OPTIONS = {"coordinate_descent_tuning": True, **ONE_KERNEL}
+# operations around. A native product is one kernel with the unpacking of its weights and the
+# operations around, on tensor cores, for 2 rows or more. Combined kernels write rotated queries,
+# keys and values with one launch.
+GPU_OPTIONS = {
+    "coordinate_descent_tuning": True,
+    "triton.native_matmul": True,
+    "combo_kernels": True,
+    "combo_kernels_pointwise_only": True,
+    **ONE_KERNEL,
+}
 
 # Inductor's checks of sizes and alignment take 4 % of SmolLM2's step on a CPU. A CUDA graph replays
 # without them.
@@ -115,7 +123,11 @@ def compile_options(device: torch.device, prompts: bool) -> dict[str, object]:
     if device.type == "cpu":
         probe_vector_isa()
     options = torch._inductor.list_mode_options("default" if prompts else "reduce-overhead")
-    gpu_options = GPU_OPTIONS if device.type == "cuda" and not prompts else {}
+    gpu_options = {}
+    if device.type == "cuda" and not prompts:
+        # Those that this version knows.
+        known_options = torch._inductor.config.get_config_copy()
+        gpu_options = {name: x for name, x in GPU_OPTIONS.items() if name in known_options}
     # Before 2.13, two calls of torch.compile with equal options share compiled code. Nothing reads
     # this folder, because Inductor's debug traces are off, and no key of torch's caches depends on
     # it.

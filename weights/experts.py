@@ -101,7 +101,7 @@ class Stack(nn.Module):
 
         stack = None
         for number, linear in enumerate(linears):
-            part = getattr(linear, name).detach()
+            part = gpu.as_compilable(getattr(linear, name).detach())
             if name == "codes" and self.uses_words:
                 part = gpu.pack_words(part, self.format.bits, self.format.group)
             if stack is None:
@@ -206,7 +206,7 @@ class StackedExperts(nn.Module):
             rows = x[:, None].expand(N, k, x.size(1))
             rows = rows.flatten(0, 1)  # (N * k, D)
             y = self.gate_up.multiply_gathered(rows, expert)
-            y = self.down.multiply_gathered(gated(y), expert)
+            y = self.down.multiply_gathered(gated(*y.chunk(2, dim=-1)), expert)
         else:
             order = expert.argsort(stable=True)
             expert = expert[order]
@@ -215,7 +215,7 @@ class StackedExperts(nn.Module):
             group_ends = group_ends.to(torch.int32)
             rows = x[order // k]  # (N * k, D)
             y = self.gate_up.multiply_grouped(rows, group_ends, expert)
-            y = self.down.multiply_grouped(gated(y), group_ends, expert)
+            y = self.down.multiply_grouped(gated(*y.chunk(2, dim=-1)), group_ends, expert)
             y = y[order.argsort()]
         y = y.view(N, k, -1).float()
         weighted = y * weight[..., None]  # (N, k, D)

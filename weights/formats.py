@@ -63,6 +63,15 @@ def power_of_two(code: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
+def from_e4m3(x: Tensor) -> Tensor:
+    """Numbers -> float32. Bytes are E4M3 numbers, as a GPU holds them whose compiler lacks that
+    type."""
+    if x.dtype != torch.uint8:
+        return x.float()
+    e4m3 = FORMATS["mxfp8"]
+    return e4m3.elements(x.to(torch.int32)) * e4m3.factor
+
+
 def round_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A float32 scale in its stored dtype. bfloat16 rounds up, so that codes still reach the
     largest weight."""
@@ -175,6 +184,9 @@ class Symmetric(Format):
         if not self.group:
             scale = scale[:, 0]
         return {"codes": codes.to(self.code_dtype), "scale": scale}
+
+    def elements(self, code):
+        return from_e4m3(code)
 
     def dequantize(self, parts):
         codes = self.elements(parts["codes"])
@@ -363,7 +375,7 @@ class NvFp4(Mx):
         return {"codes": self.packed(codes), "scale": scale, "global_scale": global_scale}
 
     def group_scale(self, parts):
-        return parts["scale"].float() / parts["global_scale"][:, None]
+        return from_e4m3(parts["scale"]) / parts["global_scale"][:, None]
 
 
 FORMATS: dict[str, Format] = {  # of SCHEMES, then of STORED_SCHEMES

@@ -1,6 +1,9 @@
 """Products of a few rows as multiplications and sums, which a GPU's compiler fuses into one kernel.
 
+    as_compilable   a stored part in a type that the compiler knows
+    stored          rows that a compiler writes to memory
     row_sums        terms (out, in) and rows (M, in) -> (M, out)
+    in_word_order   rows in the order of packed words
     grouped_sums    the same for groups of codes that share a scale
     paired_sums     the same with a matrix per row, its expert's
     pack_words      stored codes -> 32-bit words, the unit that a thread unpacks
@@ -28,23 +31,25 @@ def word_sizes(bits: int) -> tuple[int, int]:
 
 def pack_words(packed: Tensor, bits: int, group: int) -> Tensor:
     """Bytes of pack_bits (out, in * bits / 8) -> the same codes as int32 words (out, in * bits /
-    32).
+    32): W planes, of which P codes fill one word each.
 
     The i-th codes of neighbouring words in a group belong to neighbouring inputs, which one load
-    then brings.
+    then brings, as it does neighbouring words of a plane.
     """
-    _, P = word_sizes(bits)
+    W, P = word_sizes(bits)
     codes = unpack_bits(packed, bits)
     codes = codes.unflatten(1, (-1, P, group // P))  # (out, in) -> (out, in / g, P, n)
     codes = codes.transpose(2, 3).flatten(1)
-    return pack_bits(codes, bits).view(torch.int32)
+    words = pack_bits(codes, bits).view(torch.int32)
+    planes = words.unflatten(1, (-1, W)).transpose(1, 2)  # (out, W, in / P)
+    return planes.flatten(1)
 
 
 def unpack_words(words: Tensor, bits: int) -> list[Tensor]:
-    """words (out, n * W) int32, P codes in every W -> P tensors (out, n) int32: codes i, i + P, i +
-    2 P, …"""
+    """words (out, W * n) int32, P codes in a word of each plane -> P tensors (out, n) int32: codes
+    i, i + P, i + 2 P, …"""
     W, P = word_sizes(bits)
-    word = words.unflatten(1, (-1, W)).unbind(-1)  # W tensors (out, n)
+    word = words.unflatten(1, (W, -1)).unbind(1)  # W tensors (out, n)
     mask = 2**bits - 1
     codes = []
     for i in range(P):
@@ -72,6 +77,21 @@ def decode_words(format: Packed, parts: dict[str, Tensor]) -> Tensor:
     return format.weights(in_order(codes, format.group), parts)
 
 
+def as_compilable(part: Tensor) -> Tensor:
+    """A stored part in a type that this GPU's compiler knows: bytes for E4M3 below capability
+    8.9."""
+    if part.dtype != torch.float8_e4m3fn or not part.is_cuda or torch.version.hip is not None:
+        return part
+    has_e4m3 = torch.cuda.get_device_capability(part.device) >= (8, 9)
+    return part if has_e4m3 else part.view(torch.uint8)
+
+
+def stored(x: Tensor) -> Tensor:
+    """x, contiguous, as a tensor in memory: the view asks for that. A compiler would otherwise
+    compute it anew for every output of a product."""
+    return x.as_strided(x.size(), x.stride())
+
+
 def row_sums(terms: Tensor, x: Tensor, scale: Tensor | None = None) -> Tensor:
     """terms (out, in) float32, x (M, in), scale (out,) -> (M, out). Each row is one reduction in
     float32; all rows read the same terms."""
@@ -91,22 +111,26 @@ def stacked(sums: list[Tensor]) -> Tensor:
     return torch.stack(sums)
 
 
+def in_word_order(x: Tensor, P: int, group: int) -> Tensor:
+    """x (M, in) -> (M, P, in / g, n), in memory: the inputs of the i-th codes of all words are
+    neighbours, so that each load is contiguous."""
+    rows = x.view(x.size(0), -1, P, group // P)  # (M, in) -> (M, in / g, P, n)
+    return stored(rows.transpose(1, 2).contiguous())
+
+
 def grouped_sums(
     values: list[Tensor],
     x: Tensor,
-    group: int,
     scale: Tensor,
     factor: float = 1.0,
 ) -> Tensor:
-    """x (M, in) -> (M, out) with the weights values * factor * scale. values: P x (out, in / P)
-    float32 in the order of `unpack_words`; scale (out, in / g) applies to the sum over a group."""
-    P = len(values)
-    n = group // P
-    values = [value.unflatten(1, (-1, n)) for value in values]  # (out, in / g, n)
-    rows = x.float().view(x.size(0), -1, P, n)  # (M, in) -> (M, in / g, P, n)
+    """x (M, P, in / g, n) of `in_word_order` -> (M, out) with the weights values * factor * scale.
+    values: P x (out, in / P) float32 in the order of `unpack_words`; scale (out, in / g) applies to
+    the sum over a group."""
+    values = [value.unflatten(1, x.shape[2:]) for value in values]  # (out, in / g, n)
     sums = []
-    for row in rows.unbind():
-        parts = row.unbind(1)
+    for row in x.unbind():
+        parts = row.float().unbind()
         y = sum(value * part for value, part in zip(values, parts))  # (out, in / g, n)
         y = y * factor * scale[..., None]
         sums.append(y.sum((1, 2)).to(x.dtype))

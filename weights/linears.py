@@ -4,6 +4,7 @@
                                          shard, pack
     Int8Linear, Int4Linear, MxLinear     its subclasses with a kernel that reads the codes
     QuantizedEmbedding                   rows of a tied, quantized head
+    FusedLinear                          plain weights on a GPU
     PackedLinear                         plain weights in a CPU kernel's layout
 
 Stored parts are the same for every device. Packed forms depend on the device and are never sharded
@@ -45,6 +46,27 @@ class RowsLinear(nn.Module):
         rows = x.reshape(-1, self.in_features).contiguous()
         y = self.product(rows).view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias
+
+    def halves(self, x: Tensor) -> tuple[Tensor, ...]:
+        """`model.Linear.halves`. Of one row that a GPU's compiler multiplies, two sums, so that it
+        fuses what joins the halves to their end."""
+        if not torch.compiler.is_compiling():
+            return self(x).chunk(2, dim=-1)
+        rows = x.reshape(-1, self.in_features)
+        if not self.is_fused(rows) or rows.size(0) > 1 or self.bias is not None:
+            return self(x).chunk(2, dim=-1)
+        half = self.out_features // 2
+        products = self.fused_products(rows, [slice(half), slice(half, None)])
+        return tuple(product.view(*x.shape[:-1], half) for product in products)
+
+    def fused_products(self, x: Tensor, outputs: list[slice]) -> list[Tensor]:
+        """x (M, in) -> the products with some rows of the weights each, for a few rows x, in
+        operations that a compiler fuses into one kernel."""
+        raise NotImplementedError
+
+    def is_fused(self, x: Tensor) -> bool:
+        """Does `product` of x (M, in) leave everything to a GPU's compiler?"""
+        return False
 
 
 class QuantizedLinear(RowsLinear):
@@ -184,6 +206,11 @@ class QuantizedLinear(RowsLinear):
             effect = f"weights are held in {str(self.dtype).removeprefix('torch.')} instead"
         if self.codes.device.type != "cuda":
             warn_no_kernel(self.scheme, effect)
+            return
+        from weights import gpu
+
+        for name, part in self.parts().items():
+            self.register_parameter(name, nn.Parameter(gpu.as_compilable(part), False))
 
     @property
     def batch_invariant_rows(self) -> int:
@@ -216,17 +243,29 @@ class QuantizedLinear(RowsLinear):
         """x (M, in) -> (M, out), without bias."""
         if self.packed is not None:
             return self.packed(x)
-        if is_fused(x):
-            return self.fused_product(x)
+        if self.is_fused(x):
+            return self.fused_products(x, [slice(None)])[0]
         return F.linear(x, self.dequantized(x.dtype))
 
-    def fused_product(self, x: Tensor) -> Tensor:
-        """`product` of a few rows, in operations that a compiler fuses into one kernel."""
+    def fused_products(self, x: Tensor, outputs: list[slice]) -> list[Tensor]:
+        return [self.fused_part(x, rows) for rows in outputs]
+
+    def fused_part(self, x: Tensor, outputs: slice) -> Tensor:
+        """One of `fused_products`."""
         from weights import gpu
 
-        if isinstance(self.format, formats.Symmetric) and not self.format.group:
-            return gpu.row_sums(self.codes.float(), x, self.scale.float())
-        return gpu.row_sums(self.format.dequantize(self.parts()), x)
+        parts = {name: part[outputs] for name, part in self.parts().items()}
+        if not isinstance(self.format, formats.Symmetric) or self.format.group:
+            return gpu.row_sums(self.format.dequantize(parts), x)
+        codes = self.format.elements(parts["codes"])
+        scale = parts["scale"].float()
+        if x.size(0) == 1 or x.dtype == torch.float16:  # which may overflow
+            return gpu.row_sums(codes, x, scale)
+        y = F.linear(gpu.stored(x), codes.to(x.dtype))
+        return (y * scale).to(x.dtype)
+
+    def is_fused(self, x: Tensor) -> bool:
+        return self.packed is None and is_fused(x)
 
 
 def is_fused(x: Tensor) -> bool:
@@ -349,6 +388,9 @@ class Int4Linear(QuantizedLinear):
         y = self.run_kernel(x) if on_cpu else self.kernel(x)  # (M, kernel_outputs)
         return y[:, : self.out_features]
 
+    def is_fused(self, x: Tensor) -> bool:
+        return self.operator is None and super().is_fused(x)
+
     def kernel(self, x: Tensor) -> Tensor:
         return self.operator(x, self.packed_codes, self.kernel_group, self.scales_and_zeros)
 
@@ -378,15 +420,25 @@ class MxLinear(QuantizedLinear):
         decode = functools.partial(gpu.decode_words, self.format)
         return formats.decode_by_chunks(decode, parts, dtype)
 
-    def fused_product(self, x: Tensor) -> Tensor:
+    def fused_products(self, x: Tensor, outputs: list[slice]) -> list[Tensor]:
         if not hasattr(self, "words"):
-            return super().fused_product(x)
+            return super().fused_products(x, outputs)
+        from weights import gpu
+
+        _, P = gpu.word_sizes(self.format.bits)
+        x = gpu.in_word_order(x, P, self.format.group)
+        return [self.fused_part(x, rows) for rows in outputs]
+
+    def fused_part(self, x: Tensor, outputs: slice) -> Tensor:
+        if not hasattr(self, "words"):
+            return super().fused_part(x, outputs)
         from weights import gpu
 
         format = self.format
-        values = [format.elements(code) for code in gpu.unpack_words(self.words, format.bits)]
-        scale = format.group_scale({"scale": self.scale})
-        return gpu.grouped_sums(values, x, format.group, scale, factor=format.factor)
+        codes = gpu.unpack_words(self.words[outputs], format.bits)
+        values = [format.elements(code) for code in codes]
+        scale = format.group_scale({"scale": self.scale[outputs]})
+        return gpu.grouped_sums(values, x, scale, factor=format.factor)
 
 
 KERNELS = {formats.Int8: Int8Linear, formats.Int4: Int4Linear, formats.Mx: MxLinear}
@@ -414,6 +466,38 @@ class QuantizedEmbedding(nn.Module):
         rows = {name: part[tokens.flatten()] for name, part in head.parts().items()}
         weights = dequantize_tensor(rows, head.scheme, head.dtype)  # (B * T, D)
         return weights.view(*tokens.shape, head.in_features)
+
+
+class FusedLinear(RowsLinear):
+    """A Linear with plain weights on a GPU. `is_activated`: does its input come from an activation
+    function, which takes longer to compute than to read?"""
+
+    is_packed = True
+
+    def __init__(self, linear: nn.Linear, is_activated: bool):
+        super().__init__()
+        self.is_activated = is_activated
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.weight = linear.weight
+        self.bias = linear.bias
+
+    def is_fused(self, x: Tensor) -> bool:
+        return is_fused(x)
+
+    def product(self, x: Tensor) -> Tensor:
+        if self.is_fused(x):
+            return self.fused_products(x, [slice(None)])[0]
+        return F.linear(x, self.weight)
+
+    def fused_products(self, x: Tensor, outputs: list[slice]) -> list[Tensor]:
+        from weights import gpu
+
+        if x.size(0) > 1 or self.is_activated:
+            x = gpu.stored(x)
+        if x.size(0) > 1:
+            return [F.linear(x, self.weight[rows]) for rows in outputs]
+        return [gpu.row_sums(self.weight[rows].float(), x) for rows in outputs]
 
 
 class PackedLinear(RowsLinear):

@@ -17,7 +17,14 @@ from torch import nn
 
 from weights.experts import pack_experts
 from weights.formats import release_memory
-from weights.linears import PackedLinear, QuantizedEmbedding, QuantizedLinear, check_unpacked
+from weights.linears import (
+    FUSING_DEVICE,
+    FusedLinear,
+    PackedLinear,
+    QuantizedEmbedding,
+    QuantizedLinear,
+    check_unpacked,
+)
 
 
 def named_linears(
@@ -94,6 +101,15 @@ def quantized_copy(model: nn.Module, scheme: str) -> nn.Module:
     return quantize_model(duplicate, scheme)
 
 
+def pack_plain(name: str, linear: nn.Linear) -> nn.Module | None:
+    """A plain Linear in the form that its device multiplies fastest; None: as it is."""
+    if linear.weight.device.type == "cpu":
+        return PackedLinear(linear)
+    if linear.weight.device.type == FUSING_DEVICE:
+        return FusedLinear(linear, is_activated=name.endswith("down"))
+    return None
+
+
 @torch.no_grad()
 def pack_model(model: nn.Module, *others: nn.Module) -> nn.Module:
     """Pack each Linear for its kernel, one by one, so that only one matrix exists twice at a time.
@@ -106,11 +122,11 @@ def pack_model(model: nn.Module, *others: nn.Module) -> nn.Module:
     for module in (model, *others):
         pack_experts(module)
 
-    def pack(name: str, linear: nn.Module) -> PackedLinear | None:
+    def pack(name: str, linear: nn.Module) -> nn.Module | None:
         if isinstance(linear, QuantizedLinear):
             linear.pack()
-        elif id(linear) not in packed_by_id and linear.weight.device.type == "cpu":
-            packed_by_id[id(linear)] = PackedLinear(linear)
+        elif id(linear) not in packed_by_id:
+            packed_by_id[id(linear)] = pack_plain(name, linear)
             release_memory()
         return packed_by_id.get(id(linear))
 

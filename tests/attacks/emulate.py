@@ -8,7 +8,8 @@ device's memory is the host's. Everything above that is as on a GPU: what Induct
 one, Dynamo's guards, CUDA graphs with their static inputs, which graphs are skipped, which calls
 wait for the device, the attention that is chosen.
 
-    build_library, restart  the library in C, and this program with it in front
+    build_library           the library in C
+    run_with_library        a command's exit status with the library in front; install follows
     host, do, on_event      a CUDA tensor's memory as a CPU tensor; an action, now or in the graph
                             that is recorded
     operator, special       aten's operators on CUDA tensors, computed by their CPU versions
@@ -54,8 +55,8 @@ def build_library(folder: Path) -> Path:
     return file
 
 
-def restart() -> None:
-    """Runs this program with the library in front."""
+def run_with_library(command: list[str]) -> int:
+    """The exit status of a command that runs with the library in front."""
     with tempfile.TemporaryDirectory() as folder:
         file = str(build_library(Path(folder)))
         env = os.environ | {
@@ -68,11 +69,7 @@ def restart() -> None:
             # what is generated here suits no GPU, and the reverse
             "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
         }
-        sys.exit(
-            subprocess.run(
-                [sys.executable, "-m", "tests.attacks.emulate", *sys.argv[1:]], env=env
-            ).returncode
-        )
+        return subprocess.run(command, env=env).returncode
 
 
 # ----------------------------------------------------------------------------- memory, and graphs
@@ -81,6 +78,7 @@ COPY, SET, BEGIN, REPLAY, KERNEL = range(5)
 graphs: dict[int, list] = {}  # number -> (name, action)
 counts: collections.Counter = collections.Counter()
 skipped: collections.Counter = collections.Counter()  # torch's own kernels, which nothing computes
+is_computing = True
 
 
 def host(tensor):
@@ -99,6 +97,8 @@ def host(tensor):
 def do(name: str, action) -> None:
     graph = library.emulate_capturing()
     counts[name] += 1
+    if not is_computing:
+        return
     graphs[graph].append((name, action)) if graph else action()
 
 
@@ -427,12 +427,15 @@ def main() -> None:
         from cli.errors import exit_on_error
 
         with exit_on_error():
-            restart()
+            command = [sys.executable, "-m", "tests.attacks.emulate", *sys.argv[1:]]
+            sys.exit(run_with_library(command))
 
 
-def run_emulated() -> None:
-    """The program named in sys.argv, as if it had been started itself."""
-    global library, native_copy, replaced
+def install(computes: bool = True) -> None:
+    """CUDA tensors work in this process from here on. Without `computes` no operator and no Triton
+    kernel computes anything: for those who want nothing but the code."""
+    global library, native_copy, replaced, is_computing
+    is_computing = computes
     library = ctypes.CDLL(os.environ[EMULATED])
     library.emulate_capturing.restype = ctypes.c_long
     library.emulate_callback(on_event)
@@ -442,6 +445,11 @@ def run_emulated() -> None:
     from tests.attacks.interpret_triton import use_interpreter  # a CPU's torch may have no Triton
 
     use_interpreter(host, do)
+
+
+def run_emulated() -> None:
+    """The program named in sys.argv, as if it had been started itself."""
+    install()
     atexit.register(report)
     sys.argv = sys.argv[1:]
     if sys.argv[0] == "-m":

@@ -103,8 +103,10 @@ def use_interpreter(host: Callable, do: Callable) -> None:
 
     def large(config, numbers):
         """Blocks of up to 2^17 elements: the interpreter takes the same time for a block of any
-        size."""
+        size. A product of matrices keeps its own."""
         blocks, room = dict(config.kwargs), 2**17
+        if "YBLOCK" in blocks:
+            return config
         for name in ("R0_BLOCK", "XBLOCK"):
             n = numbers.get(name.removesuffix("BLOCK").lower() + "numel")
             if name in blocks and n is not None:
@@ -128,6 +130,19 @@ def use_interpreter(host: Callable, do: Callable) -> None:
         args = [host(arg) for arg in args]
         do("Triton", lambda: interpret(self.fn, grid, args, {**kwargs, **config.kwargs}))
 
+    def as_float32(handle):
+        if handle.get_element_ty() != tl.bfloat16:
+            return handle
+        data = (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(data, tl.float32)
+
+    usual_dot = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, *args):
+        """The interpreter would multiply the bits of bfloat16 as integers."""
+        return usual_dot(self, as_float32(a), as_float32(b), *args)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
     interpreter._patch_lang_tensor = patch
     interpreter.InterpretedFunction.__call__ = device_function
     triton_heuristics.CachingAutotuner.run = run
