@@ -1,5 +1,5 @@
 """What torch's compiler makes of a GPU's steps, where there is no GPU: `python -m
-benchmarks.generated bf16 int8 --k 0,5`.
+benchmarks.generated bf16 int8 --k 0 5`.
 
     launches        kernels that a piece of Inductor's code launches
     compile_kernel  one of its Triton kernels, compiled for a target
