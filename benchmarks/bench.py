@@ -245,7 +245,7 @@ def measure_prefill(args) -> list[dict]:
 def compare_prefill(args, format: str, lengths: Sequence[int]) -> list[dict]:
     """Rates of prompts; the ratios of the longest one to every peer and to itself in float32."""
     workers, peer_workers = both_modes(TINYLLAMA, format), peers(args, "prefill", format)
-    own = list(workers)
+    modes = list(workers)
     prefix = "1b." if format == "bf16" else f"1b.{format}."
     workers["float32"] = quickdraft(hf=TINYLLAMA, format=format, dtype="float32")
     rows = []
@@ -255,12 +255,12 @@ def compare_prefill(args, format: str, lengths: Sequence[int]) -> list[dict]:
         answers, _ = interleave(both, args.rounds, request, optional=peer_workers)
         seconds = {name: seconds_of(worker_answers) for name, worker_answers in answers.items()}
         for name, values in seconds.items():
-            id = f"1b.{name}" if name in own else f"{prefix}{name}"
+            id = f"1b.{name}" if name in modes else f"{prefix}{name}"
             rates = [length / s for s in values]
             rows.append(row(f"{id}.prefill{length}.tok_s", rates, "tok/s"))
     close(workers | peer_workers)
     id = f"{prefix}prefill{length}"
-    best = fastest({name: seconds[name] for name in own})
+    best = fastest({name: seconds[name] for name in modes})
     for peer, worker in peer_workers.items():
         if worker.failure is not None:
             rows.append(failed_row(f"{id}.vs_{peer}", worker.failure))

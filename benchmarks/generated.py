@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.shapes import GPU_SHAPES, config_json
+from cli.errors import exit_on_error
 from tests.attacks.emulate import run_with_library
 from weights.schemes import SCHEMES
 
@@ -341,7 +342,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="compile small kernels as well")
     args = parser.parse_args()
     os.environ.setdefault("TRITON_ALWAYS_COMPILE", "1")
-    with tempfile.TemporaryDirectory() as temporary:
+    with exit_on_error(), tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         folder.mkdir(exist_ok=True)
         if not args.read:

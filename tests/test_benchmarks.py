@@ -25,6 +25,7 @@ from benchmarks import (
     bench_gpu,
     context,
     evaluation,
+    generated,
     gpu_programs,
     gpu_step,
     memory,
@@ -266,6 +267,16 @@ def test_the_gpu_s_benchmark_refuses_in_one_line(monkeypatch, capsys, arguments,
         and error.startswith("error: ")
         and error.count("\n") == 1
     )
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="needs a CPU build of torch")
+def test_generated_code_needs_a_cuda_build_of_torch(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["generated", "bf16"])
+    with pytest.raises(SystemExit) as exit:
+        generated.main()
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and error.startswith("error: emulating a GPU needs a CUDA build")
+    assert error.count("\n") == 1
 
 
 class Scripted:
@@ -769,11 +780,11 @@ def test_a_file_in_another_type_says_the_same(type_name, tmp_path):
     for x, y in zip(a.tensors, b.tensors, strict=True):
         is_matrix = len(x.shape) > 1
         assert x.name == y.name and y.tensor_type.name == (type_name if is_matrix else "F32")
-        expected, found = (gguf.quants.dequantize(t.data, t.tensor_type) for t in (x, y))
+        expected, weights = (gguf.quants.dequantize(t.data, t.tensor_type) for t in (x, y))
         if is_matrix:
             codes = gguf.quants.quantize(expected, y.tensor_type)
             expected = gguf.quants.dequantize(codes, y.tensor_type)
-        assert np.array_equal(found, expected), x.name
+        assert np.array_equal(weights, expected), x.name
 
 
 @pytest.mark.gpu
