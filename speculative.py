@@ -602,7 +602,8 @@ class DraftLength:
         self.weight = 4.0
         self.draft_share = 1.0  # the share of rows with a draft
         self.patience = PROBE_AFTER
-        self.num_steps_to_probe = PROBE_AFTER  # plain steps; below 0 while drafting is tried
+        # Plain steps; below 0 while drafting is tried, as it is at first.
+        self.num_steps_to_probe = 0
 
     @property
     def alpha(self) -> float:  # the mean acceptance
@@ -638,9 +639,11 @@ class DraftLength:
             self.num_steps_to_probe = self.patience
         return min(self.costs.verify_s)
 
-    def best(self) -> tuple[int, float]:
-        """K with the largest expected speed-up by the acceptance so far, and that speed-up."""
-        return self.costs.best(self.alpha, self.draft_share)
+    def best(self, hope: float = 0.0) -> tuple[int, float]:
+        """K with the largest expected speed-up by the acceptance so far, and that speed-up. `hope`:
+        a number of drafted tokens that count as accepted besides."""
+        alpha = (self.overlap + hope) / (self.weight + hope)
+        return self.costs.best(alpha, self.draft_share)
 
     def best_for(
         self, expected: Sequence[list[float]], runs_model: bool = True

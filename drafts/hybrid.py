@@ -17,6 +17,10 @@ from decoding.scheduler import Request
 from drafts.suffix import END, SuffixDraft
 from speculative import DraftLength, ModelDraft
 
+# The model's acceptance shows in its own rounds alone. In comparison with a suffix draft so many
+# more of its tokens count as accepted, so that a model that had bad luck at first is tried again.
+HOPE = 4.0
+
 
 class HybridDraft(SuffixDraft):
     """A suffix draft next to a ModelDraft. A round in which no row takes the model's draft does not
@@ -52,15 +56,17 @@ class HybridDraft(SuffixDraft):
         suffix drafts alone, which costs no drafting, also competes with rounds of the model."""
         expected = self.expect(requests, unread)
         can_run = [row is None for row in self.model_draft.expect(requests, unread)]
+        takes_model = any(can_run)
         if draft_length.fixed is None:
             k, gain = draft_length.best_for(expected, runs_model=False)
-            takes_model = any(can_run) and (k == 0 or gain < draft_length.best()[1])
+            takes_model = takes_model and gain < draft_length.best(HOPE)[1]
         else:
             k = draft_length.fixed if any(expected) else 0
-            takes_model = any(can_run)
+        # 0: the model does not pay, and is tried again later.
+        model_k = draft_length.choose() if takes_model else 0
         model_tokens = 0.0
-        if takes_model:
-            k = draft_length.choose()
+        if model_k:
+            k = model_k
             model_tokens = expected_tokens(draft_length.alpha, k) - 1
         self.suffix_requests = set()
         for request, row, can in zip(requests, expected, can_run):

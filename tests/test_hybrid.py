@@ -30,7 +30,7 @@ from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.scheduler import Request, Slot
 from decoding.statistics import Timing
-from drafts.hybrid import HybridDraft
+from drafts.hybrid import HOPE, HybridDraft
 from drafts.registry import check_draft, load_drafter
 from drafts.suffix import END
 from generate import generate
@@ -121,6 +121,7 @@ def length_of(k: int | str, alpha: float, draft_s: float = 0.4) -> DraftLength:
     costs = Costs(1.0, {k: draft_s * k for k in KS}, {k: 1 + 0.05 * k for k in KS})
     length = DraftLength(k, costs)
     length.overlap = alpha * length.weight
+    length.num_steps_to_probe = 64  # it was tried
     return length
 
 
@@ -150,6 +151,21 @@ def test_auto_also_weighs_what_a_round_costs():
     assert choice([[0.01]], [False], cheap)[0] == 0, "a poor guess is not worth a round"
     assert choice([[]], [True], length_of("auto", 0.1))[0] == 0, "and neither is a poor model"
     assert choice([[0.99] * 8, [], []], [True] * 3, cheap) == (8, [0], True)
+
+
+def test_a_model_that_is_hardly_known_is_tried():
+    """A draft that costs 0.5 a token has to have 0.6 of its tokens accepted. A half of four
+    positions is too few, but may have been bad luck: the model's turn comes, until 64 positions
+    say the same. A suffix draft that pays is taken all the same while the model waits."""
+    length = length_of("auto", 0.5, draft_s=0.5)
+    assert length.best()[0] == 0 and length.best(HOPE)[0] > 0
+    assert choice([[0.05]], [True], length)[0] == 0, "waits like a model draft of its own"
+    assert choice([[0.15]], [True], length) == (1, [0], False)
+    length.num_steps_to_probe = 0
+    assert choice([[0.15]], [True], length) == (1, [], True)
+    length.weight, length.overlap = 64.0, 0.5 * 64
+    length.num_steps_to_probe = 0
+    assert choice([[0.15]], [True], length) == (1, [0], False)
 
 
 # ---------------------------------------------------------------------------------------- batches
