@@ -32,23 +32,28 @@ class WorkerFailed(ValueError):
 
 
 class Worker:
-    """`python -m COMMAND`, started from the project's root. Its stderr goes to a file, which is
-    kept if the worker fails."""
+    """`python -m COMMAND`, run from the project's root. It starts with its first request: workers
+    that answer in turn also load, compile and calibrate one after the other. Its stderr goes to a
+    file, which is kept if the worker fails."""
 
     def __init__(self, *command: str, env: dict[str, str] | None = None):
         self.command = command
+        self.env = {**os.environ, **(env or {})}
         self.failure: str | None = None  # why it ended without an answer
         self.stderr = tempfile.NamedTemporaryFile(  # noqa: SIM115
             "w+", prefix="worker-", suffix=".stderr", delete=False
         )
+        self.process: subprocess.Popen | None = None
+
+    def start(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *command],
+            [sys.executable, "-m", *self.command],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             stderr=self.stderr,
-            env={**os.environ, **(env or {})},
+            env=self.env,
         )
 
     def call(self, **request) -> dict:
@@ -58,6 +63,8 @@ class Worker:
 
     def send(self, **request) -> None:
         """Send a request, whose answer `receive` reads. One may be unanswered at a time."""
+        if self.process is None:
+            self.start()
         with contextlib.suppress(OSError):  # `receive` finds out why
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
@@ -95,8 +102,9 @@ class Worker:
 
     def close(self) -> None:
         if self.failure is None:
-            self.process.stdin.close()
-            self.process.wait(timeout=60)
+            if self.process is not None:
+                self.process.stdin.close()
+                self.process.wait(timeout=60)
             Path(self.stderr.name).unlink()
         self.stderr.close()
 

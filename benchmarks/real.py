@@ -16,8 +16,9 @@ benchmarks.real [PART …]`.
     best    the Q4_1 file with each of these drafts, over plain decoding of the BF16 file
     repeats plain decoding, ngram and suffix drafts with K = auto on copies, code edits, a second
             edit of the same files, chats, stories and quotes: each prompt once, because a suffix
-            draft would know its answer the second time. With --hybrid DIR also that draft folder
-            and the hybrid suffix,DIR, over the better of its two
+            draft would know its answer the second time
+    hybrid  with --hybrid DIR: the draft suffix,DIR on the same texts, over the better of its two
+            (hybrid.py)
     clients tokens/s of eight clients, and a newcomer's time to the first token (clients.py)
 
 A worker runs generate.py's `main` with requests from a pipe in place of a chat; `busy` and `start`
@@ -35,13 +36,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
 import cli.main
 from benchmarks.clients import measure_clients
+from benchmarks.hybrid import Contest, hybrid_rows
 from benchmarks.pipes import ROOT, Worker, close, first_byte_s, in_turn
 from benchmarks.record import one_of, publish, ratios, row
 from cli.answers import RowAnswer
@@ -52,6 +54,7 @@ from cli.prompts import Prompt, Row
 from cli.running import run_interruptibly
 from decoding.sampling import Sampling
 from generate import LLM
+from loading.checkpoint import load_model
 from loading.tokenizer import conversation_ids, load_tokenizer
 
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -466,9 +469,6 @@ def measure_repeats(args: argparse.Namespace) -> list[dict]:
     text."""
     tokenizer = load_tokenizer(args.checkpoint)
     drafts = {"ngram": ("--draft", "ngram"), "suffix": ("--draft", "suffix")}
-    if args.hybrid:
-        drafts["model"] = ("--draft_checkpoint", str(args.hybrid))
-        drafts["hybrid"] = ("--draft", f"suffix,{args.hybrid}")
     workers = {"plain": quickdraft(args.checkpoint, args.compiled)}
     for name, flags in drafts.items():
         workers[name] = quickdraft(args.checkpoint, args.compiled, *flags, "--speculate_k", "auto")
@@ -483,13 +483,11 @@ def measure_repeats(args: argparse.Namespace) -> list[dict]:
                 for name, worker in workers.items():
                     answers[name].append(worker.call(**request))
             for name, flags in drafts.items():
-                shown_flags = " ".join(flags).replace(str(args.hybrid), "DIR")
+                shown_flags = " ".join(flags)
                 rows += repeats_rows(f"smollm2.repeats.{kind}.{name}", answers, name, shown_flags)
             ratio = over(answers["suffix"], answers["ngram"])
             id = f"smollm2.repeats.{kind}.suffix_over_ngram"
             rows.append(row(id, ratio, "ratio", "both with K = auto, greedy"))
-            if args.hybrid:
-                rows += hybrid_rows(f"smollm2.hybrid.{kind}", answers)
     finally:
         close(workers)
     return rows
@@ -507,32 +505,25 @@ def repeats_rows(
     return drafted_rows(id, pair, note)
 
 
-def hybrid_rows(id: str, answers: dict[str, list[dict]]) -> list[dict]:
-    """The hybrid's tokens/s, and its tokens a round, over those of the better of its two."""
-    figures = {"vs_best": decode_rate, "tokens_vs_best": tokens_per_round}
+def measure_hybrid(args: argparse.Namespace) -> list[dict]:
+    """Nothing without --hybrid."""
+    if args.hybrid is None:
+        return []
+    with bf16_file(args) as file:
+        model = load_model(file)
+    tokenizer = load_tokenizer(args.checkpoint)
+    answers = {}
+    for _ in range(args.rounds):
+        contest = Contest(model, tokenizer, args.hybrid, CONTEXT, args.compile)
+        for kind, requests in repeats(tokenizer, args).items():
+            for name, given in contest.answers(requests).items():
+                answers.setdefault(kind, {}).setdefault(name, []).extend(given)
+    mode = "compiled" if args.compile else "eager"
+    note = f"the BF16 file, --draft suffix,DIR; K = auto, greedy, {mode}"
     rows = []
-    for name, figure in figures.items():
-        best, ratio = over_best(answers, figure)
-        note = f"--draft suffix,DIR over {best}, the better of its two; K = auto, greedy"
-        rows.append(row(f"{id}.{name}", ratio, "ratio", note))
+    for kind, kind_answers in answers.items():
+        rows += hybrid_rows(kind, kind_answers, note)
     return rows
-
-
-def over_best(
-    answers: dict[str, list[dict]], figure: Callable[[dict], float]
-) -> tuple[str, list[float]]:
-    """The drafter, suffix or model, with the larger median of this figure, and the hybrid's figures
-    over that drafter's, answer by answer. Choosing anew for each answer would choose noise."""
-    figures = {}
-    for name in ("suffix", "model", "hybrid"):
-        figures[name] = [figure(answer) for answer in answers[name]]
-    best = max(("suffix", "model"), key=lambda name: statistics.median(figures[name]))
-    return best, ratios(figures["hybrid"], figures[best])
-
-
-def tokens_per_round(answer: dict) -> float:
-    """1 for an answer of a single token, which has no round."""
-    return answer["speculative"]["tokens_per_round"] or 1.0
 
 
 def drafted_rows(name: str, answers: dict[str, list[dict]], flags: str) -> list[dict]:
@@ -579,6 +570,7 @@ PARTS = {
     "spec": measure_spec,
     "best": measure_best,
     "repeats": measure_repeats,
+    "hybrid": measure_hybrid,
     "clients": measure_clients,
 }
 # ------------------------------------------------------------------------------------------- flags
@@ -626,7 +618,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         "--hybrid",
         type=Path,
         metavar="DIR",
-        help="the draft that repeats measures alone and as suffix,DIR; default: neither",
+        help="the draft that `hybrid` measures alone and as suffix,DIR; default: skip it",
     )
     add(
         "--kinds",

@@ -33,19 +33,23 @@ from benchmarks import (
     real,
 )
 from benchmarks.bench import compare_decode
+from benchmarks.hybrid import Contest, hybrid_rows
 from benchmarks.pipes import Worker, WorkerFailed
 from benchmarks.record import publish, row, write_results
 from benchmarks.shapes import TINY, TINYLLAMA
 from benchmarks.tables import PAGES, TABLES, fill
 from benchmarks.workers import Contender, interleave, quickdraft, race, race_rows
+from decoding.costs import Costs
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
 from drafts.ngram import NgramDraft
+from drafts.suffix import SuffixDraft
 from generate import generate
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer
 from model import Transformer
+from speculative import ModelDraft
 
 DEMO = ROOT / "checkpoints" / "demo"
 SHAPE = {**BASE, **FAMILIES["llama-3"]}
@@ -549,30 +553,73 @@ def test_prompts_that_repeat_are_answered_once_by_all(workers, tmp_path, monkeyp
     assert len(set(sent)) == len(sent) == 28 and workers["suffix"].closed
 
 
-def test_a_hybrid_is_compared_with_the_better_of_its_two(workers, tmp_path, monkeypatch):
-    """The better one by the median, of speed and of tokens a round each: here the model has the
-    speed and the suffixes the tokens. The folder's path is not published."""
-    draft = str(DEMO.with_name("demo-draft"))
-    hybrid = f"suffix,{draft}"
-    figures = {"ngram": (9.0, 9.0), "suffix": (4.0, 3.0), "demo-draft": (5.0, 2.0)}
-    figures[hybrid] = (6.0, 2.7)
-    workers["named"][hybrid] = hybrid
-    for name, (speed, tokens) in figures.items():
-        stats = report(k="auto", drafted=8, accepted=4, tokens_per_round=tokens)
-        workers[name] = Scripted([speed], first=speed, speculative=stats)
-    rows = measured(tmp_path, monkeypatch, "repeats", "--hybrid", draft)
-    for kind in ("copy", "edit", "edit_again", "chat", "story", "quote"):
-        speed = rows[f"smollm2.hybrid.{kind}.vs_best"]
-        assert speed["value"] == 1.2 and "over model, " in speed["note"]
-        length = rows[f"smollm2.hybrid.{kind}.tokens_vs_best"]
-        assert length["value"] == 0.9 and "over suffix, " in length["note"]
-        note = rows[f"smollm2.repeats.{kind}.hybrid.speedup"]["note"]
-        assert note.startswith("--draft suffix,DIR; ")
-        note = rows[f"smollm2.repeats.{kind}.model.speedup"]["note"]
-        assert note.startswith("--draft_checkpoint DIR; ")
-    assert workers["demo-draft"].closed and workers[hybrid].closed
-    # An answer of one token has no round.
-    assert real.tokens_per_round({"speculative": {"tokens_per_round": None}}) == 1
+def test_a_hybrid_is_compared_with_the_better_of_its_two():
+    """The better one by the median, of each figure: here the model has the speed and the suffixes
+    the tokens. An answer of one token has no speed."""
+
+    def given(tok_s: float, tokens_per_round: float) -> list[dict]:
+        answer = {"tok_s": tok_s, "tokens_by_costs": 2.0, "tokens_per_round": tokens_per_round}
+        return [answer, {"tok_s": None, "tokens_by_costs": None, "tokens_per_round": 1.0}, answer]
+
+    answers = {"suffix": given(4.0, 3.0), "model": given(5.0, 2.0), "hybrid": given(6.0, 2.7)}
+    rows = {row["id"]: row for row in hybrid_rows("copy", answers, "a note")}
+    speed = rows["smollm2.hybrid.copy.vs_best"]
+    assert speed["value"] == 1.2 and speed["note"] == "over model, the better of its two; a note"
+    length = rows["smollm2.hybrid.copy.tokens_vs_best"]
+    assert length["value"] == 0.9 and length["note"].startswith("over suffix, ")
+    assert rows["smollm2.hybrid.copy.by_costs_vs_best"]["value"] == 1
+    assert rows["smollm2.hybrid.copy.model.tok_s"]["value"] == 5
+
+
+def test_the_engines_of_a_contest_share_costs_and_write_the_plain_text(monkeypatch):
+    """Where every step costs as much as a plain one, tokens by costs are tokens a step."""
+    costs = Costs(0.5, dict.fromkeys((0, 1, 2, 3, 5, 8, 16), 0.0), dict.fromkeys((1, 2, 16), 0.5))
+    monkeypatch.setattr(SuffixDraft, "auto_k", (1, 2, 16))
+    monkeypatch.setattr(ModelDraft, "auto_k", (1, 2))
+    monkeypatch.setattr(Engine, "calibrate", lambda engine, sampling: costs)
+    model, tokenizer = load_model(DEMO), load_tokenizer(DEMO)
+    contest = Contest(model, tokenizer, DEMO.with_name("demo-draft"), 128, compile=False)
+    assert contest.engines["suffix"].costs.draft_s == {0: 0, 1: 0, 2: 0, 16: 0}
+    assert contest.engines["model"].costs.verify_s == {1: 0.5, 2: 0.5}
+    request = {"ids": tokenizer.encode("Once upon a time there was a dog. Once upon"), "new": 24}
+    answers = contest.answers([request])
+    pairs = generate(model, [request["ids"]], sampling=Sampling(0), max_new_tokens=24)
+    want = [id for _, id in pairs]
+    for name, (answer,) in answers.items():
+        assert answer["ids"] == want
+        steps = (len(want) - 1) / answer["tokens_by_costs"]
+        assert steps == pytest.approx(round(steps)) and steps < 23, name
+    shortest = {"ids": request["ids"], "new": 1}
+    for answers in contest.answers([shortest]).values():
+        assert answers[0]["tok_s"] is None and answers[0]["tokens_per_round"] == 1
+
+    contest.answer = lambda name, request: {"ids": [name]}
+    with pytest.raises(ValueError, match="greedy texts differ"):
+        contest.answers([request])
+
+
+def test_the_hybrid_is_measured_in_every_kind_of_text(tmp_path, monkeypatch):
+    assert measured(tmp_path, monkeypatch, "hybrid") == {}, "no --hybrid, no rows"
+    folder = str(DEMO.with_name("demo-draft"))
+    request = {"ids": [5, 6, 7, 5, 6], "new": 6, "stop_ids": []}
+    kinds = ("copy", "story")
+    monkeypatch.setattr(real, "repeats", lambda *args: {kind: [request] for kind in kinds})
+    rows = measured(tmp_path, monkeypatch, "hybrid", "--hybrid", folder, "--no-compile")
+    for kind in kinds:
+        ratio = rows[f"smollm2.hybrid.{kind}.vs_best"]
+        assert 0 < ratio["min"] <= ratio["value"] <= ratio["max"]
+        assert ratio["note"].endswith("K = auto, greedy, eager") and folder not in ratio["note"]
+
+
+def test_workers_start_one_after_the_other():
+    """With their first request: two that load and calibrate at once would disturb each other."""
+    log = "import json, sys, time; sys.stdin.readline(); print(json.dumps(time.monotonic()))"
+    first, second = Worker("timeit", "-n1", "-r1", log), Worker("timeit", "-n1", "-r1", log)
+    assert first.process is None and second.process is None
+    first.send(method="time")
+    assert first.process is not None and second.process is None
+    assert first.receive() > 0
+    first.close(), second.close()
 
 
 def evaluated(monkeypatch, capsys, *flags: str) -> dict:
