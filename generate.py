@@ -124,7 +124,8 @@ def generate(
     anything runs if a prompt is empty, holds an id outside the vocabulary, or does not fit with its
     new tokens; and while running if the model's logits are not finite.
     """
-    assert engine is None or not options, f"the engine was made with its own {', '.join(options)}"
+    if engine is not None and options:
+        raise ValueError(f"the engine was made with its own {', '.join(options)}")
     samplings = validation.value_per_row("sampling", sampling, len(prompts))
     budgets = validation.value_per_row("max_new_tokens", max_new_tokens, len(prompts))
     seeds = validation.value_per_row("seed", seed, len(prompts))
@@ -335,7 +336,8 @@ class LLM:
         self, prompt, *, max_new_tokens=None, seed: int = 0, stop=(), schema=None, **settings
     ) -> Answer:
         """An Answer to a prompt, for `start` or `run`. ValueError for a prompt or a setting that
-        cannot be used."""
+        cannot be used. Another `logits_processor` than the last answer's makes a new engine, which
+        has cached and compiled nothing: keep one function for many answers."""
         self._use_processor(settings.pop("logits_processor", self.logits_processor))
         prompt_settings = {name: settings.pop(name) for name in PROMPT_SETTINGS if name in settings}
         ids = self.encode(prompt, **prompt_settings)
@@ -437,8 +439,8 @@ class LLM:
     ) -> Iterator[Answer]:
         """Decode answers, as many at a time as the engine has slots, and yield each as it ends; if
         one fails, its request has an `error`. A None from `answers` means that the next answer is
-        not there yet, and the running ones go on. As soon as `interrupts` is not empty, all
-        running answers end."""
+        not there yet, and the running ones go on; while none runs, `answers` has to wait. As soon
+        as `interrupts` is not empty, all running answers end."""
         answers = iter(answers)
         try:
             while not interrupts:

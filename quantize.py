@@ -87,7 +87,7 @@ def gptq(w: Tensor, hessian: Tensor, format: Int4) -> dict[str, Tensor]:
     """
     w = w.double().clone()
     hessian = hessian.double().clone()
-    diagonal = hessian.diagonal()
+    diagonal = hessian.diagonal()  # a view: what is written to it changes the hessian
     is_unused = diagonal == 0  # inputs that are always 0, for which any weight will do
     importance = diagonal.float().unflatten(0, (-1, format.group))
     used = diagonal[~is_unused]

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import decoding.sampling as sampling
 from decoding.costs import Costs
-from decoding.readback import timestamp
+from decoding.readback import NO_DRAFT, timestamp
 from decoding.sampling import ACCEPT, DRAFT_DRAW, draw
 from model import Caches, Config, Transformer, row_view
 from weights.formats import format_of
@@ -160,8 +160,8 @@ def run_round(
     if draft_lag:
         drafter.catch_up(state, draft_lag)
     draft_tokens, draft_probs = drafter.propose(state)  # (B, K), (B, K, V)
-    n = draft_tokens.size(1)
-    assert n == state.k, f"the drafter proposed {n} tokens instead of {state.k}"
+    num_drafted = draft_tokens.size(1)
+    assert num_drafted == state.k, f"{num_drafted} tokens were drafted instead of {state.k}"
     if not state.all_draft or drafter.max_positions < state.parked_pos:
         may_draft = drafter.rows_to_draft(state)  # (B,)
         draft_probs = torch.where(may_draft[:, None, None], draft_probs, 0)
@@ -213,7 +213,7 @@ def verify_step(
     n, token = accept(draft_tokens, draft_probs, p, noise=noise, block=block)  # (B,), (B,)
     overlap = torch.minimum(p[:, :K], draft_probs).sum(dim=-1)  # (B, K)
     is_drafted = draft_probs.amax(dim=-1) != 0  # (B, K)
-    overlap = torch.where(is_drafted, overlap, -1)
+    overlap = torch.where(is_drafted, overlap, NO_DRAFT)
     has_no_draft = state.done | ~is_drafted[:, 0]
     n = torch.where(has_no_draft, -1, n)
     # All ranks take rank 0's decision: (B, K + 2) float32, which holds ids below 2^24.
@@ -320,8 +320,8 @@ class Drafter(nn.Module):
         ]
 
     def lag_after(self, request, k: int) -> int:
-        """An upper bound on how many decided positions of a scheduler.Request the drafter's own
-        cache will be missing after the planned step, which drafts k tokens."""
+        """An upper bound on how many decided positions of a scheduler.Request, besides the newest,
+        the drafter's own cache will be missing after the planned step, which drafts k tokens."""
         if k and self.fits(request):
             return self.num_input_tokens - 1
         return request.draft_lag + 1
@@ -598,7 +598,9 @@ class DraftLength:
             )
         self.fixed = None if k == "auto" else k
         self.costs = costs
-        self.overlap = 0.8 * 4  # overlap / weight is the mean acceptance
+        # overlap / weight is the mean acceptance. Before any is known: as of a usual draft, with
+        # the weight of four positions.
+        self.overlap = 0.8 * 4
         self.weight = 4.0
         self.draft_share = 1.0  # the share of rows with a draft
         self.patience = PROBE_AFTER

@@ -2,7 +2,7 @@
 
     expected_tokens     tokens of a round, if the acceptance alpha is the same at every position
     Costs               seconds of steps and rounds, their speed-up, and the fastest draft length
-    costs_at            Costs at any length, from those that were measured at two
+    costs_at            Costs at any length or number of rows, from those that were measured at two
 
 Source: Leviathan et al., arXiv:2211.17192 (below: L). K is L's gamma. This file holds numbers
 alone: no tensor, no model.
@@ -79,11 +79,12 @@ def weighted_mean(costs: Sequence[Costs], weights: Sequence[float]) -> Costs:
     )
 
 
-def costs_at(costs_by_length: dict[int, Costs], length: int) -> Costs:
-    """Costs of steps that attend to `length` positions, by those measured at one length or at two:
-    seconds are linear in between, as attention's work is, and constant outside."""
-    short = min(costs_by_length)
-    long = max(costs_by_length)
-    share = (length - short) / max(1, long - short)
+def costs_at(measured: dict[int, Costs], size: int) -> Costs:
+    """Costs of steps of this size, an attended length or a number of rows, by those measured at one
+    size or at two: seconds are linear in between, as attention's work is in the length, and
+    constant outside."""
+    low = min(measured)
+    high = max(measured)
+    share = (size - low) / max(1, high - low)
     share = min(1.0, max(0.0, share))
-    return weighted_mean([costs_by_length[short], costs_by_length[long]], [1 - share, share])
+    return weighted_mean([measured[low], measured[high]], [1 - share, share])

@@ -159,7 +159,7 @@ class Engine:
         self.max_k = max(self.ks, default=0)
         self.chunk = PREFILL_CHUNKS.get(self.device.type, PREFILL_CHUNK)
         # Of steps that `warm_up` compiles and `calibrate` measures. Others compile when needed, and
-        # one row's costs stand for theirs.
+        # their costs are taken to lie between, in proportion.
         self.row_counts = sorted({1, batch_size})
         validation.check_logprobs(options.logprobs, model.config.vocab_size)
         self.steps: dict[tuple, Callable] = {}  # compiled
@@ -224,13 +224,14 @@ class Engine:
         return [self.model] if draft is None else [self.model, draft]
 
     def maybe_compile(self, function: Callable, state: State, *static) -> Callable:
-        """The function, or its compiled form for the state's sampling path, its number of rows and
-        `static`. A method is compiled once for all row views of its object."""
+        """The function, or its compiled form for the state's sampling path and number of rows, for
+        whether it records log-probabilities, and for `static`. A method is compiled once for all
+        row views of its object."""
         if not self.compile:
             return function
         unbound = getattr(function, "__func__", function)
         instance = getattr(function, "__self__", None)
-        key = (unbound, state.sampling_path, len(state.pos), *static)
+        key = (unbound, state.sampling_path, state.return_logprobs, len(state.pos), *static)
         if key not in self.steps:
             self.steps[key] = compiled(unbound, self.device)
         return self.steps[key] if instance is None else functools.partial(self.steps[key], instance)
@@ -334,9 +335,10 @@ class Engine:
             self.state.park(request.slot.index)
             # At least what `padded_length` adds to a chunk.
             num_padding = max(PREFILL_CHUNK, self.chunk) // 8
-            # Positions that the steps in flight, and two more, may write past the text.
-            num_launched = (self.readback.host_lag + 2) * (self.max_k + 1)
-            self.scheduler.release(request, num_launched + num_padding)
+            # Steps in flight may write past the text, and so do the step that decided its end and
+            # one that was launched before the end was read.
+            num_written = (self.readback.host_lag + 2) * (self.max_k + 1)
+            self.scheduler.release(request, num_written + num_padding)
         del self.requests[request.id]
 
     @torch.inference_mode()
@@ -420,9 +422,9 @@ class Engine:
         if is_last_chunk:
             request.is_active = True
             self.state.activate(slot.index, end)
-            is_last_token = 0 < request.num_computed == end - 1
-            if is_last_token and len(self.requests) > 1 and not self.runs_rounds:
-                return cost
+            lacks_one = request.num_computed == end - 1
+            if lacks_one and end > 1 and len(self.requests) > 1 and not self.runs_rounds:
+                return 0  # nothing ran
         step = Step([(0, request)], self.rows(slot.index, slot.index + 1), end)
         state, target, drafter = step.rows
         try:
@@ -468,14 +470,16 @@ class Engine:
         """The next step of these requests."""
         begin_s = time.perf_counter()
         begin, end = self.row_range([request.slot.index for request in requests])
-        num_rows = 1 if end - begin == 1 else self.batch_size
         unread = self.readback.unread
         length = max(request.num_positions for request in requests) + unread
         length = min(length, self.max_seq_length)
         if self.measured_costs:
             attended = self.runner.bucket_length(length)
-            measured_costs = self.measured_costs.get(num_rows, self.measured_costs[1])
-            self.costs = costs_at(measured_costs, attended)
+            costs_by_rows = {
+                num_rows: costs_at(costs_by_length, attended)
+                for num_rows, costs_by_length in self.measured_costs.items()
+            }
+            self.costs = costs_at(costs_by_rows, end - begin)
         k = 0
         if self.ks:
             self.draft_length.costs = self.costs

@@ -59,7 +59,7 @@ class Request(RequestStatistics):
     is_active: bool = False  # do steps decide its tokens?
     num_launched: int = 0  # a lower bound on the tokens that the launched steps decide
     # An upper bound on the decided positions that are missing from the draft's cache once all
-    # launched steps have run.
+    # launched steps have run. The newest token does not count, because no cache holds it yet.
     draft_lag: int = 0
     can_draft: bool = True  # did the drafter have a proposal?
     # Past this length longrope takes its long factors, and all keys are recomputed once.
@@ -83,7 +83,8 @@ class Request(RequestStatistics):
 
     @property
     def max_position(self) -> int:
-        """An upper bound on the positions up to `end`, by which longrope picks its factors."""
+        """An upper bound on the positions that run before `end` is decided, by which longrope picks
+        its factors."""
         return self.end if self.short_length == math.inf else self.short_length - 1
 
     @property

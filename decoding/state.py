@@ -37,13 +37,15 @@ class State(nn.Module):
     """B slots of S positions in fixed tensors. Steps read and write them in place, so a replayed
     step needs nothing from the host. A row_view of a State is a State of a range of slots.
 
-    `sampling_path` selects the code that serves the samplings of all rows; everything else may
-    change without compiling. With several ranks, rank 0's decisions enter every rank's state.
+    `sampling_path` selects the code that serves the samplings of all rows, and `return_logprobs`
+    whether it records; everything else may change without compiling. With several ranks, rank 0's
+    decisions enter every rank's state.
+
     Of the engine's `options` a State follows three. logits_processor(logits (B, T, V), tokens (B,
     S), pos (B, T)) returns the logits that tokens are drawn from; columns of `tokens` past a
     position in `pos` are scratch space, not text there. `logprobs` is the number of top tokens to
-    record for each token, or None; clearing `return_logprobs` pauses the recording and, like
-    `sampling_path`, selects code. `verification` is that of sampled drafts.
+    record for each token, or None; clearing `return_logprobs` pauses the recording. `verification`
+    is that of sampled drafts.
     """
 
     def __init__(

@@ -30,13 +30,14 @@ class CachedPrefix(NamedTuple):
 def find_longest_prefix(engine: Engine, prompts: Sequence[Sequence[int]]) -> CachedPrefix:
     """The longest prefix of all prompts that some slot has cached; without prompts, the longest
     cached text of any slot."""
-    slots = engine.scheduler.slots
-    slot = max(slots, key=lambda slot: common_prefix(slot.ids, *prompts))
-    num_shared = common_prefix(slot.ids, *prompts)
+    cached_ids = {slot: slot.cached_ids() for slot in engine.scheduler.slots}
+    slot = max(cached_ids, key=lambda slot: common_prefix(cached_ids[slot], *prompts))
+    ids = cached_ids[slot]
+    num_shared = common_prefix(ids, *prompts)
     if len(engine.runners) > 1:
         # A draft's own caches may lack the positions that a round or plain steps decided.
         num_shared = min(num_shared, slot.num_draft)
-    return CachedPrefix(slot.index, slot.ids[:num_shared], slot.is_long)
+    return CachedPrefix(slot.index, ids[:num_shared], slot.is_long)
 
 
 def prefix_tensors(engine: Engine, prefix: CachedPrefix) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from decoding.costs import expected_tokens
 from decoding.scheduler import Request
 from drafts.suffix import END, SuffixDraft
-from speculative import DraftLength, ModelDraft
+from speculative import MIN_GAIN, DraftLength, ModelDraft
 
 # The model's acceptance shows in its own rounds alone. In comparison with a suffix draft so many
 # more of its tokens count as accepted, so that a model that had bad luck at first is tried again.
@@ -56,18 +56,7 @@ class HybridDraft(SuffixDraft):
         suffix drafts alone, which costs no drafting, also competes with rounds of the model."""
         expected = self.expect(requests, unread)
         can_run = [row is None for row in self.model_draft.expect(requests, unread)]
-        takes_model = any(can_run)
-        if draft_length.fixed is None:
-            k, gain = draft_length.best_for(expected, runs_model=False)
-            takes_model = takes_model and gain < draft_length.best(HOPE)[1]
-        else:
-            k = draft_length.fixed if any(expected) else 0
-        # 0: the model does not pay, and is tried again later.
-        model_k = draft_length.choose() if takes_model else 0
-        model_tokens = 0.0
-        if model_k:
-            k = model_k
-            model_tokens = expected_tokens(draft_length.alpha, k) - 1
+        k, model_tokens = self.choose_round(expected, any(can_run), draft_length)
         self.suffix_requests = set()
         for request, row, can in zip(requests, expected, can_run):
             if not can or sum(row[:k]) >= model_tokens:
@@ -76,6 +65,26 @@ class HybridDraft(SuffixDraft):
                 self.draft_rows[request.slot.index, 1].fill_(END)
         self.runs_model = k == 0 or len(self.suffix_requests) < len(requests)
         return k
+
+    def choose_round(
+        self,
+        expected: Sequence[list[float]],
+        can_run: bool,
+        draft_length: DraftLength,
+    ) -> tuple[int, float]:
+        """K, and how many of K tokens are expected to be accepted of the model; 0 of one that has
+        to rest. `expected`: of the suffix drafts."""
+        if draft_length.fixed is None:
+            k, gain = draft_length.best_for(expected, runs_model=False)
+            model_gain = draft_length.best(HOPE)[1] / MIN_GAIN
+            can_run = can_run and (k == 0 or gain < model_gain)
+        else:
+            k = draft_length.fixed if any(expected) else 0
+        # 0: it does not pay, and is tried again later.
+        model_k = draft_length.choose() if can_run else 0
+        if model_k == 0:
+            return k, 0.0
+        return model_k, expected_tokens(draft_length.alpha, model_k) - 1
 
     def lag_after(self, request: Request, k: int) -> int:
         if not self.runs_model:
@@ -103,7 +112,7 @@ class HybridDraft(SuffixDraft):
         return state.may_draft  # a suffix draft may lie beyond the model's context
 
     def advance(self, n_accepted: Tensor) -> None:
-        self.runs_model = True  # until a round without it is planned
+        self.runs_model = True  # warm-up and calibration plan nothing, and run the model
 
     def observe(self, overlap: float) -> None:
         self.model_draft.observe(overlap)

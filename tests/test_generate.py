@@ -276,6 +276,33 @@ def test_what_is_told_of_a_token_is_what_the_models_give_it(drafted, folder_of):
     assert not any(request.token_probs for request in again.requests)
 
 
+def test_an_engine_takes_no_options_that_it_was_made_with(folder_of):
+    model = load_model(folder_of("llama-3"))
+    options = {"sampling": Sampling(0), "max_new_tokens": 2, "engine": Engine(model, 1, 40)}
+    with pytest.raises(ValueError, match="made with its own speculate_k, cache_type"):
+        rows_of(model, PROMPTS[:1], **options, speculate_k=2, cache_type="int8")
+
+
+@pytest.mark.compiled
+def test_compiled_steps_record_log_probabilities_when_they_are_asked_to(folder_of):
+    """Steps that were compiled without the records must not serve an answer that wants them."""
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    records = []
+    for compile in (False, True):
+        engine = Engine(model, 1, 40, compile=compile, compile_prompts=False, logprobs=2)
+        for returns in (False, True, False, True):
+            engine.state.return_logprobs = returns
+            timing = Timing()
+            options = {"sampling": Sampling(0), "max_new_tokens": 5, "engine": engine}
+            rows_of(model, PROMPTS[:1], timing=timing, **options)
+            request = timing.requests[0]
+            assert len(request.top_logprobs) == (5 if returns else 0)
+            if returns:
+                records.append(torch.tensor(request.top_logprobs))
+    for record in records[1:]:
+        torch.testing.assert_close(record, records[0], atol=1e-4, rtol=0)
+
+
 def greedy_ids(model, ids: list[int], num_new: int) -> list[int]:
     """Greedy continuation by full passes, without caches or an engine."""
     text = list(ids)

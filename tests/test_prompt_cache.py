@@ -35,6 +35,7 @@ from decoding.runner import slot_tensors
 from decoding.sampling import Sampling
 from decoding.scheduler import MIN_REUSED, common_prefix
 from decoding.statistics import Timing
+from decoding.stored_positions import find_longest_prefix
 from drafts.ngram import NgramDraft
 from generate import LLM, decode
 from loading.checkpoint import Checkpoint, load_model
@@ -281,6 +282,23 @@ def test_a_busy_slot_lends_its_beginning(kind):
             request.tokens
             == rows_of(single.model, [request.prompt], engine=single, max_new_tokens=30)[0]
         )
+
+
+def test_a_busy_slot_does_not_pass_its_last_text_off_as_its_own():
+    """The longest beginning of a prompt is sought in what a running request has computed, not in
+    what the slot held before."""
+    engine = engine_of("plain", rows=1)
+    options = {"sampling": Sampling(0), "max_new_tokens": 8}
+    rows_of(engine.model, PROMPTS[:1], engine=engine, **options)
+    held = engine.scheduler.slots[0].ids
+    assert find_longest_prefix(engine, [held]).ids == held
+    other = [id + 1 for id in PROMPTS[1]]
+    request = engine.requests[engine.add_request(other, **options)]
+    while len(request.tokens) < 4:
+        engine.step()
+    assert find_longest_prefix(engine, [held]).ids == []
+    assert find_longest_prefix(engine, [other]).ids == other
+    assert find_longest_prefix(engine, []).ids == request.cached_ids()
 
 
 # -------------------------------------------------------------------------------- from run to run

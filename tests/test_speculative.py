@@ -1098,6 +1098,23 @@ def test_a_draft_is_shorter_in_a_longer_text():
     assert chosen == sorted(chosen, reverse=True) and set(chosen) == {0, *ks}
 
 
+def test_rows_between_one_and_all_cost_in_proportion(margins):
+    """An eager engine runs the rows from the first request's slot to the last one's."""
+    target, draft, _ = margins
+    engine = Engine(target, 5, 64, drafter=any_drafter("itself", target, draft), speculate_k=1)
+    one = Costs(1.0, {0: 0.0, 1: 0.25}, {1: 1.25})
+    all_rows = Costs(3.0, {0: 0.0, 1: 0.75}, {1: 6.25})
+    engine.measured_costs = {1: {64: one}, 5: {64: all_rows}}
+    planned = []
+    for _ in range(5):
+        engine.add_request(PROMPTS[0], sampling=Sampling(0), max_new_tokens=40)
+        engine.step()
+        requests = engine.scheduler.decoding()
+        planned.append(engine.plan(requests).costs)
+    assert [costs.decode_s for costs in planned] == [1.0, 1.5, 2.0, 2.5, 3.0]
+    assert [costs.verify_s[1] for costs in planned] == [1.25, 2.5, 3.75, 5.0, 6.25]
+
+
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("num_rows", [1, 2])
 def test_auto_stops_drafting_as_a_text_grows(margins, num_rows, lag, monkeypatch):

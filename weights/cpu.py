@@ -225,7 +225,7 @@ class TransposedInt8(PackedInt8):
 
     @classmethod
     def find_row_split(cls, weight: Tensor) -> RowSplit:
-        return RowSplit((1,), is_exact=True)  # no padding: any number of rows will do
+        return RowSplit((1,), is_exact=True)  # any number of rows will do, in one product
 
     def prepack(self, weight: Tensor) -> Tensor:
         return weight

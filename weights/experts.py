@@ -20,7 +20,7 @@ from weights.compiling import LIBRARY, is_small_batch, module_of, register_handl
 from weights.formats import release_memory
 
 # Up to this many rows gather the chosen experts' weights; more rows are grouped by expert.
-MAX_KERNEL_ROWS = 16
+MAX_GATHERED_ROWS = 16
 
 # Formats whose codes a kernel can read for the chosen experts. Compared by exact type, because a
 # subclass may give codes or scales another meaning; it falls back to dequantized weights.
@@ -202,7 +202,7 @@ class StackedExperts(nn.Module):
         N, k = top_experts.shape
         gated = self.module[0].gated
         expert = top_experts.flatten()  # (N * k,)
-        if torch.compiler.is_compiling() and is_small_batch(N, MAX_KERNEL_ROWS):
+        if torch.compiler.is_compiling() and is_small_batch(N, MAX_GATHERED_ROWS):
             rows = x[:, None].expand(N, k, x.size(1))
             rows = rows.flatten(0, 1)  # (N * k, D)
             y = self.gate_up.multiply_gathered(rows, expert)

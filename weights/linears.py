@@ -197,20 +197,21 @@ class QuantizedLinear(RowsLinear):
 
     def prepack(self) -> None:
         """`pack` for this class's kernel."""
-        effect = "weights are unpacked for every product: slow"
-        if self.codes.device.type == "cpu":
+        device = self.codes.device.type
+        if device == "cuda":
+            from weights import gpu
+
+            for name, part in self.parts().items():
+                self.register_parameter(name, nn.Parameter(gpu.as_compilable(part), False))
+        elif device == "cpu":
             weight = self.dequantized(self.dtype)
             self.packed = cpu.prepack_weight(weight)
             self.expanded_bytes = weight.nbytes - sum(part.nbytes for part in self.parts().values())
             self.free(*self.parts())
-            effect = f"weights are held in {str(self.dtype).removeprefix('torch.')} instead"
-        if self.codes.device.type != "cuda":
-            warn_no_kernel(self.scheme, effect)
-            return
-        from weights import gpu
-
-        for name, part in self.parts().items():
-            self.register_parameter(name, nn.Parameter(gpu.as_compilable(part), False))
+            dtype = str(self.dtype).removeprefix("torch.")
+            warn_no_kernel(self.scheme, f"weights are held in {dtype} instead")
+        else:
+            warn_no_kernel(self.scheme, "weights are unpacked for every product: slow")
 
     @property
     def batch_invariant_rows(self) -> int:
@@ -289,7 +290,7 @@ class Int8Linear(QuantizedLinear):
 
     On a CPU large weights are multiplied in integers with float32 scales; quantizing x this way
     loses less than rounding the result does (see `to_digits`). All other products take the scales
-    in the activations' dtype. bfloat16 rounds a float32 scale (int8-float32) by up to 2^-9, half a
+    in the activations' dtype. bfloat16 rounds a float32 scale (int8-float32) by up to 2^-8, half a
     unit in the last place of the result. float16 can hold neither scales below 6e-5 nor sums above
     65,504, so with float16 activations the codes are scaled in float32 before the product.
     """
@@ -330,13 +331,13 @@ class Int8Linear(QuantizedLinear):
 
 
 class Int4Linear(QuantizedLinear):
-    """A Linear of int4 codes, for aten's kernels: w = (code - 8) * scale + zero. On a CPU the
-    number of rows must be a multiple of 16, on CUDA the activations must be bfloat16.
+    """A Linear of int4 codes, for aten's kernels: w = (code - 8) * scale + zero. On a CPU they take
+    a multiple of 16 outputs, so the last ones are padded; on CUDA they take bfloat16 alone.
 
     The kernels take scale and zero in the activations' dtype. float32 loses nothing. bfloat16
-    rounds float32 scales (int4-g128-float32), which adds an error of at most 2^-9 * (|code - 8| *
+    rounds float32 scales (int4-g128-float32), which adds an error of at most 2^-8 * (|code - 8| *
     scale + |zero|) to a weight: for |zero| <= 8 * scale, as in other programs' folders, that is
-    scale / 32, vs. up to scale / 2 from quantization itself. float16 adds an eighth of that, but up
+    scale / 16, vs. up to scale / 2 from quantization itself. float16 adds an eighth of that, but up
     to 2^-25 * (|code - 8| + 1) below 6e-5, where its numbers are 2^-24 apart.
     """
 
@@ -345,7 +346,8 @@ class Int4Linear(QuantizedLinear):
     def prepack(self):
         device = self.codes.device.type
         num_outputs = math.ceil(self.out_features / 16) * 16
-        fits_cuda = num_outputs == self.out_features and self.in_features % 32 == 0
+        has_tiles = num_outputs == self.out_features and self.in_features % 32 == 0
+        fits_cuda = has_tiles and self.dtype == torch.bfloat16
         has_kernel = fits_cuda if device == "cuda" else device == "cpu"
         # In float32 aten's kernel multiplies one number at a time.
         if not has_kernel or (device == "cpu" and self.dtype == torch.float32):
@@ -382,7 +384,7 @@ class Int4Linear(QuantizedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         on_cpu = x.device.type == "cpu"
-        fits = on_cpu or (is_small_batch(x.size(0), MAX_KERNEL_ROWS) and x.dtype == torch.bfloat16)
+        fits = on_cpu or is_small_batch(x.size(0), MAX_KERNEL_ROWS)
         if self.operator is None or not fits:
             return super().product(x)
         y = self.run_kernel(x) if on_cpu else self.kernel(x)  # (M, kernel_outputs)
