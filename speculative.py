@@ -596,6 +596,7 @@ class DraftLength:
             raise ValueError(
                 "speculate_k = 'auto' needs calibrated costs: call engine.calibrate first",
             )
+        self.k = k
         self.fixed = None if k == "auto" else k
         self.costs = costs
         # overlap / weight is the mean acceptance. Before any is known: as of a usual draft, with

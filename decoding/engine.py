@@ -290,7 +290,9 @@ class Engine:
             prompt_logprobs,
         )
         self.next_id += 1
-        if not self.requests:
+        # What was learned of the draft stays, unless another K was set since.
+        learned = self.draft_length
+        if learned is None or (learned.k != self.speculate_k and not self.requests):
             self.draft_length = DraftLength(self.speculate_k, self.costs)
         self.requests[request.id] = request
         self.scheduler.add(request)

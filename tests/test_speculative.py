@@ -1115,6 +1115,31 @@ def test_rows_between_one_and_all_cost_in_proportion(margins):
     assert [costs.verify_s[1] for costs in planned] == [1.25, 2.5, 3.75, 5.0, 6.25]
 
 
+def test_auto_remembers_a_draft_from_one_answer_to_the_next(margins):
+    """A poor draft is tried in the first answer, and again only after 64 plain steps, in whatever
+    answer they are. Another K starts anew."""
+    target, _, want = margins
+    drafter = ModelDraft(tiny(99, n_layers=1, vocab_size=target.config.vocab_size))
+    engine = Engine(target, 1, 64, drafter=drafter, speculate_k="auto")
+    costs = Costs(1.0, {k: 0.9 * k for k in (0, *engine.ks)}, {k: 1.1 for k in engine.ks})
+    engine.measured_costs = {1: {64: costs}}
+    engine.costs = costs
+
+    def ks_of_answer() -> list[int]:
+        timing = Timing()
+        options = {"engine": engine, "max_new_tokens": 30, "timing": timing}
+        assert rows_of(target, PROMPTS[:1], **options) == [want[0][:30]]
+        return [record.k for record in timing.records]
+
+    first = ks_of_answer()
+    assert first == [1] * 4 + [0] * (len(first) - 4)
+    assert set(ks_of_answer()) == {0}
+    engine.speculate_k = 2
+    assert ks_of_answer()[:9] == [2] * 9
+    engine.speculate_k = "auto"
+    assert ks_of_answer() == first
+
+
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("num_rows", [1, 2])
 def test_auto_stops_drafting_as_a_text_grows(margins, num_rows, lag, monkeypatch):
