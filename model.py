@@ -221,6 +221,9 @@ class KVCache(nn.Module):
     """
 
     shared: tuple[str, ...] = ()  # buffers that all rows and positions share
+    # May a text that begins alike take over the first positions of a slot? Not from a cache that
+    # drops them.
+    keeps_prefixes = True
 
     def __init__(
         self,

@@ -171,7 +171,8 @@ class Engine:
             self.runners.append(self.drafter.runner)
         self.views: dict[tuple[int, int], Rows] = {}
         short_lengths = [short_length(runner.model.config) for runner in self.runners]
-        self.scheduler = Scheduler(batch_size, short_lengths)
+        cache = cache_class(options.cache_type)
+        self.scheduler = Scheduler(batch_size, short_lengths, cache.keeps_prefixes)
         self.next_id = 0
         self.requests: dict[int, Request] = {}  # by id, until they end
         # Of the step planned last, once `calibrate` has measured the costs of steps and rounds, by

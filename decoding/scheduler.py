@@ -130,8 +130,11 @@ class Slot:
     num_written: int = 0  # positions that may not be zero
     # For each model with caches: whether longrope takes the text for a long one.
     is_long: tuple[bool, ...] = ()
+    keeps_prefixes: bool = True  # can another text take over the first positions of its caches?
 
     def cached_ids(self) -> list[int]:
+        if not self.keeps_prefixes:
+            return []
         return self.ids if self.request is None else self.request.cached_ids()
 
     def store(self, ids: list[int], num_written: int) -> None:
@@ -144,10 +147,10 @@ class Slot:
 class Scheduler:
     """The waiting requests, in order of arrival, and the slots. `short_lengths`: for each model
     with caches the length up to which longrope takes a text for a short one, infinite for other
-    models."""
+    models. `keeps_prefixes`: as of model.KVCache."""
 
-    def __init__(self, num_slots: int, short_lengths: Sequence[float]):
-        self.slots = [Slot(index) for index in range(num_slots)]
+    def __init__(self, num_slots: int, short_lengths: Sequence[float], keeps_prefixes: bool = True):
+        self.slots = [Slot(index, keeps_prefixes=keeps_prefixes) for index in range(num_slots)]
         self.waiting: deque[Request] = deque()
         self.short_lengths = short_lengths
 

@@ -193,26 +193,27 @@ def config_from_hf(hf: dict) -> Config:
         # Qwen's model cards tell users to add YaRN without raising max_position_embeddings.
         max_length = max(max_length, round(rope["rope_original_length"] * rope["rope_factor"]))
     fields = rope | expert_fields(hf, family, n_layers)
-    return Config(
-        dim=dim,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        head_dim=head_dim,
-        ffn_dim=hf.size("intermediate_size"),
-        vocab_size=hf.size("vocab_size"),
-        max_seq_length=max_length,
-        norm_eps=hf.number("rms_norm_eps", family.norm_eps),
-        tie_embeddings=hf.flag("tie_word_embeddings"),
-        qkv_bias=has_bias(family.qkv_bias),
-        out_bias=has_bias(family.out_bias),
-        ffn_bias=has_bias(family.ffn_bias),
-        windows=layer_windows,
-        rope_types=rope_types(hf, family, layer_windows, rope["rope_theta"]),
-        dtype=str(dtype).removeprefix("torch.") if dtype else None,
-        family=hf["model_type"],
-        **(fields | family.fields | family.own_fields(hf, head_dim)),
-    )
+    common = {
+        "dim": dim,
+        "n_layers": n_layers,
+        "n_heads": n_heads,
+        "n_kv_heads": n_kv_heads,
+        "head_dim": head_dim,
+        "ffn_dim": hf.size("intermediate_size"),
+        "vocab_size": hf.size("vocab_size"),
+        "max_seq_length": max_length,
+        "norm_eps": hf.number("rms_norm_eps", family.norm_eps),
+        "tie_embeddings": hf.flag("tie_word_embeddings"),
+        "qkv_bias": has_bias(family.qkv_bias),
+        "out_bias": has_bias(family.out_bias),
+        "ffn_bias": has_bias(family.ffn_bias),
+        "windows": layer_windows,
+        "rope_types": rope_types(hf, family, layer_windows, rope["rope_theta"]),
+        "dtype": str(dtype).removeprefix("torch.") if dtype else None,
+        "family": hf["model_type"],
+    }
+    own = family.fields | family.own_fields(hf, head_dim)
+    return Config(**(common | fields | own))
 
 
 def text_part(hf: dict) -> dict:

@@ -39,7 +39,7 @@ from decoding.stored_positions import find_longest_prefix
 from drafts.ngram import NgramDraft
 from generate import LLM, decode
 from loading.checkpoint import Checkpoint, load_model
-from model import Block
+from model import Block, KVCache
 from scripts.serve_flags import parse_args as server_flags
 from speculative import ModelDraft
 
@@ -299,6 +299,30 @@ def test_a_busy_slot_does_not_pass_its_last_text_off_as_its_own():
     assert find_longest_prefix(engine, [held]).ids == []
     assert find_longest_prefix(engine, [other]).ids == other
     assert find_longest_prefix(engine, []).ids == request.cached_ids()
+
+
+class Forgetful(KVCache):
+    """Stands for a fork's cache that drops positions, such as a ring."""
+
+    keeps_prefixes = False
+
+
+def test_a_cache_may_keep_its_beginnings_to_itself():
+    """Neither a free slot nor a busy one lends positions, and no file takes them."""
+    target, _ = pair()
+    num_reused = {}
+    for cache_type in (KVCache, Forgetful):
+        engine = Engine(target, 2, 96, cache_type=cache_type)
+        timings = [Timing(), Timing()]
+        prompts = [PROMPTS[2], [*PROMPTS[2], 5]]
+        texts = [
+            rows_of(target, prompts, engine=engine, max_new_tokens=20, timing=timing)
+            for timing in timings
+        ]
+        assert texts[0] == texts[1]
+        num_reused[cache_type] = [sum(timing.cached) for timing in timings]
+        assert bool(find_longest_prefix(engine, []).ids) == cache_type.keeps_prefixes
+    assert min(num_reused[KVCache]) > 8 and num_reused[Forgetful] == [0, 0]
 
 
 # -------------------------------------------------------------------------------- from run to run

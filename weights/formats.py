@@ -23,7 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weights.schemes import MLX_BITS, MLX_GROUPS, SCHEMES, check_scheme  # noqa: F401
+from weights.schemes import (  # noqa: F401
+    FLOAT32_SCHEMES,
+    MLX_BITS,
+    MLX_GROUPS,
+    SCHEMES,
+    check_scheme,
+)
 
 # -------------------------------------------------------------------------------------------- bits
 
@@ -389,9 +395,7 @@ FORMATS: dict[str, Format] = {  # of SCHEMES, then of STORED_SCHEMES
     "mxfp4": Mx(4, 32, mantissa=1, bias=1, max_element=6.0),  # E2M1
 }
 FORMATS |= {
-    f"{name}-float32": replace(format, scale_dtype=torch.float32)
-    for name, format in FORMATS.items()
-    if not isinstance(format, Mx)
+    f"{name}-float32": replace(FORMATS[name], scale_dtype=torch.float32) for name in FLOAT32_SCHEMES
 }
 FORMATS |= {
     "q4_1": Int4(4, 32, torch.float16, center=0),  # GGUF's

@@ -11,12 +11,10 @@ from collections.abc import Collection
 MLX_BITS = (2, 3, 4, 6, 8)
 MLX_GROUPS = (32, 64, 128)
 SCHEMES = ("int8", "int4-g32", "int4-g64", "int4-g128", "fp8", "mxfp8", "mxfp6", "mxfp4")
+# Those that other programs store with scales in float32, named NAME-float32.
+FLOAT32_SCHEMES = ("int8", "int4-g32", "int4-g64", "int4-g128", "fp8")
 STORED_SCHEMES = (
-    "int8-float32",
-    "int4-g32-float32",
-    "int4-g64-float32",
-    "int4-g128-float32",
-    "fp8-float32",
+    *(f"{name}-float32" for name in FLOAT32_SCHEMES),
     "q4_1",
     "q8_0",
     "q4_k",
