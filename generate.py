@@ -315,6 +315,8 @@ class LLM:
         """The answers to prompts, in their order, decoded as many at a time as the engine has
         slots. Answer i has the seed `seed` + i, and is the one that its prompt alone would get.
         ValueError names a prompt that fails."""
+        if isinstance(prompts, str):
+            raise ValueError("prompts is one text: give a list of them")
         seed = settings.pop("seed", 0)
         answers = []
         for number, prompt in enumerate(prompts):
@@ -343,12 +345,14 @@ class LLM:
         ids = self.encode(prompt, **prompt_settings)
         limit = self.engine.max_seq_length
         max_new_tokens = new_tokens(max_new_tokens, ids, limit)
+        sampling = Sampling(**{"temperature": DEFAULT_TEMPERATURE, **settings})
         validation.check_lengths(self.engine.model, [ids], [max_new_tokens], limit)
+        validation.check_settings(self.engine.model, sampling, seed, self.stop_ids)
         answer = Answer(
             self.tokenizer,
             ids,
             [stop] if isinstance(stop, str) else stop,
-            sampling=Sampling(**{"temperature": DEFAULT_TEMPERATURE, **settings}),
+            sampling=sampling,
             max_new_tokens=max_new_tokens,
             stop_ids=self.stop_ids,
             seed=seed,
@@ -364,6 +368,8 @@ class LLM:
         prefill."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, parse_special=parse_special)
+        if isinstance(prompt, bytes | dict):
+            raise ValueError("a prompt is text, a list of token ids, or a list of messages")
         if prompt and isinstance(prompt[0], dict):
             from loading.tokenizer import conversation_ids
 
@@ -440,8 +446,10 @@ class LLM:
         """Decode answers, as many at a time as the engine has slots, and yield each as it ends; if
         one fails, its request has an `error`. A None from `answers` means that the next answer is
         not there yet, and the running ones go on; while none runs, `answers` has to wait. As soon
-        as `interrupts` is not empty, all running answers end."""
+        as `interrupts` is not empty, all of these answers that run end. Other streams go on beside
+        them, and outlive an error here."""
         answers = iter(answers)
+        started = []
         try:
             while not interrupts:
                 answer = None
@@ -450,14 +458,17 @@ class LLM:
                     if answer is None or answer is END:
                         break
                     self.start(answer)
+                    started.append(answer)
+                if answer is END and not started:
+                    return
                 if self.running:
                     self.engine.step()
-                    finished = self.feed()
+                    self.feed()
+                    finished = [each for each in started if each.is_finished]
+                    started = [each for each in started if not each.is_finished]
                     if after_step is not None:
                         after_step()
                     yield from finished
-                elif answer is END:
-                    return
         finally:
-            for answer in list(self.running.values()):
+            for answer in started:
                 self.abort(answer)

@@ -22,6 +22,8 @@ from cli.exits import close_stdout, fail
 from decoding.launcher import check_single_process, launched
 from tp import leave, lost_contact
 
+MAX_THREADS = 1024  # more end the process without a word, or hardly start
+
 OLDEST_TORCH = [2, 11]
 
 
@@ -131,6 +133,8 @@ def leave_ranks() -> None:
 def use_threads(num_threads: int | None) -> int:
     """Use --threads, by default torch's number, at most cpu_share(), which local ranks divide.
     Returns the number."""
+    if num_threads is not None and num_threads > MAX_THREADS:
+        raise ValueError(f"--threads {num_threads}: at most {MAX_THREADS}")
     share = cpu_share()
     usual = torch.get_num_threads()
     num_local = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's; Slurm sets no such variable

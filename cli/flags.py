@@ -391,8 +391,10 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
 
 def draft_options(args: argparse.Namespace) -> DraftOptions:
     spec, folder = split_spec(args.draft)
+    if args.draft_checkpoint is not None:
+        folder = args.draft_checkpoint
     return DraftOptions(
-        checkpoint=checkpoint_path(args.draft_checkpoint or folder),
+        checkpoint=checkpoint_path(folder),
         spec=spec,
         quantize=getattr(args, "draft_quantize", None),
         sharded=getattr(args, "draft_tp", None) == "sharded",

@@ -6,6 +6,7 @@ Encoder         Prompt -> Rows, which have token ids and every setting, one a sa
 """
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -233,7 +234,7 @@ def json_object(line: str) -> dict:
     """A line's object. ValueError for anything else, and for NaN and Infinity, which JSON lacks:
     results repeat the line's id."""
     try:
-        fields = json.loads(line, parse_constant=refuse_constant)
+        fields = json.loads(line, parse_constant=refuse_constant, parse_float=finite_number)
     except (json.JSONDecodeError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
@@ -243,6 +244,14 @@ def json_object(line: str) -> dict:
 
 def refuse_constant(name: str) -> None:
     raise ValueError(f"it holds {name}; JSON has no NaN or Infinity: write null or a number")
+
+
+def finite_number(text: str) -> float:
+    """A JSON number. ValueError for one beyond float64, such as 1e400."""
+    number = float(text)
+    if not math.isfinite(number):
+        refuse_constant(text)
+    return number
 
 
 # ----------------------------------------------------------------------------- rows of token ids

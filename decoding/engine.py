@@ -137,6 +137,8 @@ class Engine:
         **changes,
     ):
         self.options = options = replace(options, **changes)
+        if batch_size < 1:
+            raise ValueError(f"batch_size = {batch_size} must be at least 1")
         self.model = model
         self.batch_size = batch_size
         self.max_seq_length = max_seq_length
@@ -366,6 +368,9 @@ class Engine:
             result = self.run(step.rows, step.length, step.k)
             self.readback.send(result, step)
             return events + self.read(self.max_waiting())
+        except Exception as error:
+            self.reset(error)
+            raise
         except BaseException:
             self.reset()
             raise
@@ -376,13 +381,15 @@ class Engine:
         has_grammar = any(request.grammar for request in self.requests.values())
         return 0 if has_grammar else self.readback.host_lag
 
-    def reset(self) -> None:
-        """End all requests after an interrupted step, whose decisions are unknown. Slots keep their
-        cached prefixes for reuse, except in the draft's own cache."""
+    def reset(self, error: Exception | None = None) -> None:
+        """End all requests after an interrupted step, whose decisions are unknown, with the error
+        that interrupted it. Slots keep their cached prefixes for reuse, except in the draft's own
+        cache."""
         self.readback.clear()
         self.scheduler.waiting.clear()
         for request in self.requests.values():
             request.finish_reason = request.finish_reason or "abort"
+            request.error = request.error or error
         self.requests.clear()
         for slot in self.scheduler.slots:
             self.state.park(slot.index)

@@ -45,7 +45,7 @@ def check_lengths(
         raise ValueError("no prompt: give at least one")
     V = model.config.vocab_size
     for row, (prompt, new) in enumerate(zip(prompts, budgets, strict=True)):
-        if new < 1 or new != int(new):
+        if not 1 <= new < math.inf or new != int(new):
             raise ValueError(f"max_new_tokens = {new} must be a number of tokens, at least 1")
         if not len(prompt):
             raise PromptError(
@@ -79,7 +79,7 @@ def check_settings(
 ) -> None:
     """ValueError for a seed of more than 64 bits, too many stop ids, or a logit_bias of unknown
     tokens."""
-    if not -(2**63) <= seed < 2**63:
+    if not -(2**63) <= seed < 2**63 or seed != int(seed):
         raise ValueError(
             f"seed = {seed} must lie between -2^63 and 2^63 - 1: seeds are 64-bit integers"
         )

@@ -291,6 +291,8 @@ class Header:
         keys = {}
         for _ in range(count):
             name = self.string()
+            if name in keys:
+                raise ValueError(f"key {one_line(name)} occurs twice: make the file again")
             keys[name] = self.value(self.number("I"))
         return keys
 
@@ -320,6 +322,8 @@ def parse_version(path: Path, mtime_ns: int) -> GgufFile:
     keys = header.keys(header.number("Q"))
     infos = [header.tensor() for _ in range(num_tensors)]
     alignment = keys.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 8 or alignment % 8:
+        raise ValueError(f"general.alignment = {alignment!r} must be a multiple of 8")
     begin = -(-header.position // alignment) * alignment
     return GgufFile(keys, map_tensors(infos, data[begin:], alignment))
 
@@ -333,6 +337,13 @@ def map_tensors(infos: list[tuple], data: Tensor, alignment: int) -> dict[str, B
         if offset != begin:
             raise ValueError(
                 f"tensor {name} has the offset {offset} instead of {begin}: fetch the file again"
+            )
+        if name in tensors:
+            raise ValueError(f"tensor {name} occurs twice: make the file again")
+        if shape and shape[-1] % stored_type.num_weights:
+            raise ValueError(
+                f"tensor {name} has rows of {shape[-1]} weights, which are no blocks of"
+                f" {stored_type.num_weights}: make the file again"
             )
         num_blocks = math.prod(shape) // stored_type.num_weights
         end = begin + num_blocks * stored_type.num_bytes
@@ -400,8 +411,8 @@ def hf_tensors(model: GgufFile) -> dict[str, Blocks]:
     heads = {}
     if family.gguf.permutes_heads:
         key = f"{family.gguf.architecture}.attention.head_count"
-        heads["attn_q"] = model.keys[key]
-        heads["attn_k"] = model.keys.get(f"{key}_kv", model.keys[key])
+        heads["attn_q"] = int(model.keys[key])
+        heads["attn_k"] = int(model.keys.get(f"{key}_kv", model.keys[key]))
     tensors = {}
     for name, blocks in model.tensors.items():
         match = re.fullmatch(r"(blk\.\d+\.)?([\w.]+)\.(\w+)", name)

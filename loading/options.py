@@ -70,6 +70,10 @@ class DraftOptions:
     sharded: bool = False
 
     def __post_init__(self):
+        if "" in (self.checkpoint, self.spec):
+            raise ValueError(
+                "the draft has an empty name: give a folder or a spec, or leave it out"
+            )
         if self.quantize and not self.checkpoint:
             raise ValueError("--draft_quantize needs --draft_checkpoint")
         if self.sharded and not self.checkpoint:

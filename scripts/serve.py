@@ -41,6 +41,7 @@ from cli.errors import exit_on_error, fail, use_threads
 from cli.flags import with_chosen_seed
 from cli.opening import Workload, open_llm
 from cli.page import page
+from cli.prompts import finite_number, refuse_constant
 from cli.report import greedy_text
 from decoding.grammar import Grammar, JsonGrammars
 from decoding.sampling import Sampling
@@ -566,8 +567,9 @@ def parse_body(body: bytes) -> object:
     """JSON, where question marks replace lone surrogates, which UTF-8 cannot encode. In a stop
     string they are a UnicodeEncodeError, because the answer would end at any question mark.
     ValueError beyond 200 levels, pydantic's limit: Python's own depends on how deep its caller
-    is, so what could be read could perhaps not be written."""
-    fields = json.loads(body)
+    is, so what could be read could perhaps not be written. Also for NaN and Infinity, which an
+    answer that repeats them would pass on to strict parsers."""
+    fields = json.loads(body, parse_constant=refuse_constant, parse_float=finite_number)
     if isinstance(fields, dict):
         json.dumps(fields.get("stop"), ensure_ascii=False).encode()
     return from_json(json.dumps(fields, ensure_ascii=False).encode(errors="replace"))

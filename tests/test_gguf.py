@@ -1223,7 +1223,15 @@ BROKEN = {
     ),
     "twice": (
         rename(TENSOR, b"blk.1.attn_norm.weight"),
-        "missing: model.layers.0.input_layernorm.weight",
+        "tensor blk.1.attn_norm.weight occurs twice",
+    ),
+    "key twice": (
+        rename(b"llama.rope.freq_base", b"llama.context_length"),
+        "key llama.context_length occurs twice",
+    ),
+    "ragged rows": (
+        after(b"blk.0.attn_q.weight", 4, "Q", 48),
+        "tensor blk.0.attn_q.weight has rows of 48 weights, which are no blocks of 32",
     ),
     "no layers": (
         rename(b"llama.block_count", b"llama.block_count"[::-1]),
@@ -1290,8 +1298,8 @@ def test_broken_files_are_one_line(what, good, tmp_path):
         ("glm4moe.expert_gating_func", 1, "glm4moe.expert_gating_func = 1"),
         ("glm4moe.expert_group_count", 4, "glm4moe.expert_group_count = 4"),
         ("gemma3.final_logit_softcapping", 30, "gemma3.final_logit_softcapping = 30"),
-        ("general.alignment", 7, " has the offset "),
-        ("general.alignment", 0, "not a readable GGUF file"),
+        ("general.alignment", 7, "general.alignment = 7 must be a multiple of 8"),
+        ("general.alignment", 0, "general.alignment = 0 must be a multiple of 8"),
         ("split.count", 3, "one of 3 files"),
     ],
 )

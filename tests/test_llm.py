@@ -324,3 +324,69 @@ def test_an_error_while_decoding_names_its_prompt(llm):
     list(llm.run(answers))
     assert answers[0].completion().text == wanted and answers[1].request.error is not None
     assert not llm.engine.has_unfinished() and not llm.running
+
+
+# ------------------------------------------------------------------------------- beside each other
+
+LONG = {"max_new_tokens": 60, "temperature": 0}
+
+
+@pytest.mark.parametrize("how", ["bad bias", "bad seed", "closed early"])
+def test_a_call_that_ends_early_leaves_others_alone(how, llm):
+    """A stream goes on although another call fails, or drops its answers."""
+    llm = LLM(DEMO, batch_size=2)
+    want = alone(llm, "Once upon a time", **LONG)
+    stream = llm.stream("Once upon a time", **LONG)
+    text = next(stream)
+    if how == "closed early":
+        answers = llm.run([llm.answer("One day", max_new_tokens=2), llm.answer("The", **LONG)])
+        next(answers)
+        answers.close()
+    else:
+        settings = {"bad bias": {"logit_bias": ((5000, 1.0),)}, "bad seed": {"seed": 2**63 - 1}}
+        with pytest.raises(ValueError, match=r"logit_bias|seed = ") as error:
+            llm.generate(["x", "y"], **settings[how], **LONG)
+        assert "prompt" in str(error.value)
+    assert text + "".join(stream) == want
+    assert not llm.running and not llm.engine.has_unfinished()
+
+
+def test_an_error_in_a_step_reaches_every_stream(llm):
+    """None of them may look complete."""
+
+    def processor(logits, tokens, pos):  # (B, T, V), (B, S), (B, T)
+        if (pos > 12).any():
+            raise ArithmeticError("too far")
+        return logits
+
+    llm = LLM(DEMO, batch_size=2, logits_processor=processor)
+    streams = [llm.stream("Once upon a time", **LONG) for _ in range(2)]
+    for stream in streams:
+        next(stream)
+    for stream in streams:
+        with pytest.raises(ArithmeticError, match="too far"):
+            list(stream)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "message"),
+    [
+        ("ab", {}, "give a list"),
+        ([b"abc"], {}, "prompt 0: a prompt is text"),
+        ([{"role": "user", "content": "x"}], {}, "prompt 0: a prompt is text"),
+        (["x"], {"seed": 1.5}, "prompt 0: seed = 1.5"),
+        (["x"], {"max_new_tokens": float("inf")}, "max_new_tokens = inf"),
+        (["x"], {"max_new_tokens": float("nan")}, "max_new_tokens = nan"),
+    ],
+)
+def test_what_is_no_prompt_or_setting_is_refused(prompts, settings, message, llm):
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, **settings)
+
+
+def test_an_engine_needs_rows_and_a_draft_needs_a_name():
+    for batch_size in (0, -1):
+        with pytest.raises(ValueError, match=f"batch_size = {batch_size} must be at least 1"):
+            LLM(DEMO, batch_size=batch_size)
+    with pytest.raises(ValueError, match="the draft has an empty name"):
+        LLM(DEMO, draft="")

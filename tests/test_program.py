@@ -1207,6 +1207,20 @@ def test_a_tokenizer_may_know_a_token_that_the_model_has_not(text_folder, tmp_pa
         run(capsys, *prompt, folder)
 
 
+@pytest.mark.parametrize("flag", ["--draft_checkpoint=", "--draft=", "--draft=suffix,"])
+def test_an_empty_draft_is_no_draft_by_accident(flag, capsys):
+    """Such as that of a shell's variable without a value."""
+    with pytest.raises(ValueError, match="the draft has an empty name"):
+        parse_args([flag])
+
+
+def test_more_threads_than_start_are_refused():
+    command = [sys.executable, "generate.py", "--threads", "40000", "--max_new_tokens", "1"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1
+    assert "--threads 40000: at most 1024" in ended.stderr
+
+
 def test_threads_stay_within_a_containers_share(tmp_path):
     """A quota of one and a half processors is two; none, or no such file, is what the process may
     run on."""

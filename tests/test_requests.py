@@ -268,6 +268,15 @@ def test_a_line_that_cannot_be_meant_is_named(own, named, tmp_path):
     assert len(broken) == 1 and ", line 2" in broken[0] and named in broken[0], broken
 
 
+def test_a_number_beyond_float64_is_no_json_number(tmp_path):
+    """Python's parser makes Infinity of it, which the result would repeat in its id."""
+    file = tmp_path / "f.jsonl"
+    file.write_text('{"prompt": "a", "id": 1e400}\n{"prompt": "b", "id": 1e300}\n')
+    asked, broken = read_prompts(parse_args(["--prompt_file", str(file)]).prompts)
+    assert [request.text for request in asked] == ["b"]
+    assert ", line 1" in broken[0] and "it holds 1e400; JSON has no NaN or Infinity" in broken[0]
+
+
 def test_a_message_that_calls_tools_has_no_content_of_its_own(tmp_path, capsys):
     call = {
         "role": "assistant",

@@ -612,6 +612,8 @@ def test_bodies_and_paths_that_mean_nothing(server):
     for status, result in (
         (400, server.raw(path, b"{")),
         (400, server.raw(path, b"[" * 100_000)),
+        (400, server.raw(path, b'{"prompt": "a", "stop": null, "x": NaN}')),
+        (400, server.raw(path, b'{"prompt": "a", "x": [1e400]}')),
         (400, server.raw(path, b'"text"')),
         (400, server.raw(path, rb'{"prompt": "a", "\ud800": 1}')),
         (400, server.raw(path, rb'{"prompt": "a", "stop": ["b", "\ud83d"]}')),
