@@ -457,8 +457,8 @@ class LLM:
                     answer = next(answers, END)
                     if answer is None or answer is END:
                         break
-                    self.start(answer)
                     started.append(answer)
+                    self.start(answer)
                 if answer is END and not started:
                     return
                 if self.running:

@@ -597,16 +597,19 @@ class DraftLength:
                 "speculate_k = 'auto' needs calibrated costs: call engine.calibrate first",
             )
         self.k = k
-        self.fixed = None if k == "auto" else k
         self.costs = costs
-        # overlap / weight is the mean acceptance. Before any is known: as of a usual draft, with
-        # the weight of four positions.
+        # overlap / weight is the mean acceptance. It starts at 0.8, with the weight of four
+        # positions.
         self.overlap = 0.8 * 4
         self.weight = 4.0
         self.draft_share = 1.0  # the share of rows with a draft
         self.patience = PROBE_AFTER
         # Plain steps; below 0 while drafting is tried, as it is at first.
         self.num_steps_to_probe = 0
+
+    @property
+    def fixed(self) -> int | None:  # K, unless it is "auto"
+        return None if self.k == "auto" else self.k
 
     @property
     def alpha(self) -> float:  # the mean acceptance
@@ -642,10 +645,10 @@ class DraftLength:
             self.num_steps_to_probe = self.patience
         return min(self.costs.verify_s)
 
-    def best(self, hope: float = 0.0) -> tuple[int, float]:
-        """K with the largest expected speed-up by the acceptance so far, and that speed-up. `hope`:
-        a number of drafted tokens that count as accepted besides."""
-        alpha = (self.overlap + hope) / (self.weight + hope)
+    def best(self, optimism: float = 0.0) -> tuple[int, float]:
+        """K with the largest expected speed-up by the acceptance so far, and that speed-up.
+        `optimism`: a number of accepted tokens to add to those that were observed."""
+        alpha = (self.overlap + optimism) / (self.weight + optimism)
         return self.costs.best(alpha, self.draft_share)
 
     def best_for(

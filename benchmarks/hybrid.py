@@ -1,6 +1,6 @@
 """The hybrid draft suffix,DIR beside its two drafts, suffix and DIR.
 
-    Contest         three engines with one target, which answer every request in turn
+    DraftComparison three engines with one target, which answer every request in turn
     hybrid_rows     the hybrid's figures over those of the better of its two
 
 The engines share a process and the target's weights, because the speeds of two processes differ by
@@ -27,7 +27,10 @@ from model import Transformer
 WARM_UP = 32  # new tokens of an uncounted request, in which the model draft is tried too
 
 
-class Contest:
+class DraftComparison:
+    """Engines by the name of their draft: suffix, model and hybrid. `folder` has the draft
+    model."""
+
     def __init__(self, model: Transformer, tokenizer, folder: Path, context: int, compile: bool):
         specs = {"suffix": "suffix", "model": folder, "hybrid": f"suffix,{folder}"}
         self.engines = {}
@@ -87,7 +90,7 @@ class Contest:
         for request in requests:
             for name in self.engines:
                 answers[name].append(self.answer(name, request))
-            texts = {name: given[-1]["ids"] for name, given in answers.items()}
+            texts = {name: engine_answers[-1]["ids"] for name, engine_answers in answers.items()}
             if len({tuple(ids) for ids in texts.values()}) > 1:
                 raise ValueError(f"greedy texts differ: {texts}")
         return answers
@@ -106,8 +109,9 @@ def hybrid_rows(kind: str, answers: dict[str, list[dict]], note: str) -> list[di
     for key, id in ids.items():
         unit = "tok/s" if key == "tok_s" else "tokens"
         figures = {}
-        for name, given in answers.items():
-            figures[name] = [answer[key] for answer in given if answer[key] is not None]
+        for name, engine_answers in answers.items():
+            values = [answer[key] for answer in engine_answers]
+            figures[name] = [value for value in values if value is not None]
             rows.append(row(f"smollm2.hybrid.{kind}.{name}.{key}", figures[name], unit, note))
         best = max(("suffix", "model"), key=lambda name: statistics.median(figures[name]))
         ratio = ratios(figures["hybrid"], figures[best])

@@ -43,7 +43,7 @@ from unittest import mock
 
 import cli.main
 from benchmarks.clients import measure_clients
-from benchmarks.hybrid import Contest, hybrid_rows
+from benchmarks.hybrid import DraftComparison, hybrid_rows
 from benchmarks.pipes import ROOT, Worker, close, first_byte_s, in_turn
 from benchmarks.record import one_of, publish, ratios, row
 from cli.answers import RowAnswer
@@ -514,10 +514,10 @@ def measure_hybrid(args: argparse.Namespace) -> list[dict]:
     tokenizer = load_tokenizer(args.checkpoint)
     answers = {}
     for _ in range(args.rounds):
-        contest = Contest(model, tokenizer, args.hybrid, CONTEXT, args.compile)
+        comparison = DraftComparison(model, tokenizer, args.hybrid, CONTEXT, args.compile)
         for kind, requests in repeats(tokenizer, args).items():
-            for name, given in contest.answers(requests).items():
-                answers.setdefault(kind, {}).setdefault(name, []).extend(given)
+            for name, engine_answers in comparison.answers(requests).items():
+                answers.setdefault(kind, {}).setdefault(name, []).extend(engine_answers)
     mode = "compiled" if args.compile else "eager"
     note = f"the BF16 file, --draft suffix,DIR; K = auto, greedy, {mode}"
     rows = []

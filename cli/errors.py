@@ -22,7 +22,7 @@ from cli.exits import close_stdout, fail
 from decoding.launcher import check_single_process, launched
 from tp import leave, lost_contact
 
-MAX_THREADS = 1024  # more end the process without a word, or hardly start
+MAX_THREADS = 1024  # torch takes minutes to start 5,000, and crashes with 40,000
 
 OLDEST_TORCH = [2, 11]
 

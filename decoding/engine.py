@@ -293,7 +293,7 @@ class Engine:
             prompt_logprobs,
         )
         self.next_id += 1
-        # What was learned of the draft stays, unless another K was set since.
+        # The acceptance so far stays valid, unless another K was set since.
         learned = self.draft_length
         if learned is None or (learned.k != self.speculate_k and not self.requests):
             self.draft_length = DraftLength(self.speculate_k, self.costs)
@@ -340,8 +340,8 @@ class Engine:
             self.state.park(request.slot.index)
             # At least what `padded_length` adds to a chunk.
             num_padding = max(PREFILL_CHUNK, self.chunk) // 8
-            # Steps in flight may write past the text, and so do the step that decided its end and
-            # one that was launched before the end was read.
+            # Positions past the text that steps in flight may write, and the step that decided its
+            # end; one more step to spare.
             num_written = (self.readback.host_lag + 2) * (self.max_k + 1)
             self.scheduler.release(request, num_written + num_padding)
         del self.requests[request.id]

@@ -17,9 +17,9 @@ from decoding.scheduler import Request
 from drafts.suffix import END, SuffixDraft
 from speculative import MIN_GAIN, DraftLength, ModelDraft
 
-# The model's acceptance shows in its own rounds alone. In comparison with a suffix draft so many
-# more of its tokens count as accepted, so that a model that had bad luck at first is tried again.
-HOPE = 4.0
+# The model's acceptance is only observed in rounds that run the model. When it is compared with a
+# suffix draft, this many accepted tokens are added, so that a model with a poor start runs again.
+OPTIMISM = 4.0
 
 
 class HybridDraft(SuffixDraft):
@@ -72,15 +72,15 @@ class HybridDraft(SuffixDraft):
         can_run: bool,
         draft_length: DraftLength,
     ) -> tuple[int, float]:
-        """K, and how many of K tokens are expected to be accepted of the model; 0 of one that has
-        to rest. `expected`: of the suffix drafts."""
+        """K, and how many of the model's K tokens are expected to be accepted; 0 if the model does
+        not run. `expected`: as `expect` has it, for the suffix drafts."""
         if draft_length.fixed is None:
             k, gain = draft_length.best_for(expected, runs_model=False)
-            model_gain = draft_length.best(HOPE)[1] / MIN_GAIN
+            model_gain = draft_length.best(OPTIMISM)[1] / MIN_GAIN
             can_run = can_run and (k == 0 or gain < model_gain)
         else:
             k = draft_length.fixed if any(expected) else 0
-        # 0: it does not pay, and is tried again later.
+        # 0: the model does not pay yet, and runs again later.
         model_k = draft_length.choose() if can_run else 0
         if model_k == 0:
             return k, 0.0

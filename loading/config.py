@@ -212,8 +212,8 @@ def config_from_hf(hf: dict) -> Config:
         "dtype": str(dtype).removeprefix("torch.") if dtype else None,
         "family": hf["model_type"],
     }
-    own = family.fields | family.own_fields(hf, head_dim)
-    return Config(**(common | fields | own))
+    family_fields = family.fields | family.own_fields(hf, head_dim)
+    return Config(**(common | fields | family_fields))
 
 
 def text_part(hf: dict) -> dict:

@@ -33,7 +33,7 @@ from benchmarks import (
     real,
 )
 from benchmarks.bench import compare_decode
-from benchmarks.hybrid import Contest, hybrid_rows
+from benchmarks.hybrid import DraftComparison, hybrid_rows
 from benchmarks.pipes import Worker, WorkerFailed
 from benchmarks.record import publish, row, write_results
 from benchmarks.shapes import TINY, TINYLLAMA
@@ -571,18 +571,18 @@ def test_a_hybrid_is_compared_with_the_better_of_its_two():
     assert rows["smollm2.hybrid.copy.model.tok_s"]["value"] == 5
 
 
-def test_the_engines_of_a_contest_share_costs_and_write_the_plain_text(monkeypatch):
+def test_the_engines_of_a_comparison_share_costs_and_write_the_plain_text(monkeypatch):
     """Where every step costs as much as a plain one, tokens by costs are tokens a step."""
     costs = Costs(0.5, dict.fromkeys((0, 1, 2, 3, 5, 8, 16), 0.0), dict.fromkeys((1, 2, 16), 0.5))
     monkeypatch.setattr(SuffixDraft, "auto_k", (1, 2, 16))
     monkeypatch.setattr(ModelDraft, "auto_k", (1, 2))
     monkeypatch.setattr(Engine, "calibrate", lambda engine, sampling: costs)
     model, tokenizer = load_model(DEMO), load_tokenizer(DEMO)
-    contest = Contest(model, tokenizer, DEMO.with_name("demo-draft"), 128, compile=False)
-    assert contest.engines["suffix"].costs.draft_s == {0: 0, 1: 0, 2: 0, 16: 0}
-    assert contest.engines["model"].costs.verify_s == {1: 0.5, 2: 0.5}
+    comparison = DraftComparison(model, tokenizer, DEMO.with_name("demo-draft"), 128, compile=False)
+    assert comparison.engines["suffix"].costs.draft_s == {0: 0, 1: 0, 2: 0, 16: 0}
+    assert comparison.engines["model"].costs.verify_s == {1: 0.5, 2: 0.5}
     request = {"ids": tokenizer.encode("Once upon a time there was a dog. Once upon"), "new": 24}
-    answers = contest.answers([request])
+    answers = comparison.answers([request])
     pairs = generate(model, [request["ids"]], sampling=Sampling(0), max_new_tokens=24)
     want = [id for _, id in pairs]
     for name, (answer,) in answers.items():
@@ -590,12 +590,12 @@ def test_the_engines_of_a_contest_share_costs_and_write_the_plain_text(monkeypat
         steps = (len(want) - 1) / answer["tokens_by_costs"]
         assert steps == pytest.approx(round(steps)) and steps < 23, name
     shortest = {"ids": request["ids"], "new": 1}
-    for answers in contest.answers([shortest]).values():
+    for answers in comparison.answers([shortest]).values():
         assert answers[0]["tok_s"] is None and answers[0]["tokens_per_round"] == 1
 
-    contest.answer = lambda name, request: {"ids": [name]}
+    comparison.answer = lambda name, request: {"ids": [name]}
     with pytest.raises(ValueError, match="greedy texts differ"):
-        contest.answers([request])
+        comparison.answers([request])
 
 
 def test_the_hybrid_is_measured_in_every_kind_of_text(tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.scheduler import Request, Slot
 from decoding.statistics import Timing
-from drafts.hybrid import HOPE, HybridDraft
+from drafts.hybrid import OPTIMISM, HybridDraft
 from drafts.registry import check_draft, load_drafter
 from drafts.suffix import END
 from generate import generate
@@ -158,7 +158,7 @@ def test_a_model_that_is_hardly_known_is_tried():
     positions is too few, but may have been bad luck: the model's turn comes, until 64 positions
     say the same. A suffix draft that pays is taken all the same while the model waits."""
     length = length_of("auto", 0.5, draft_s=0.5)
-    assert length.best()[0] == 0 and length.best(HOPE)[0] > 0
+    assert length.best()[0] == 0 and length.best(OPTIMISM)[0] > 0
     assert choice([[0.05]], [True], length)[0] == 0, "waits like a model draft of its own"
     assert choice([[0.15]], [True], length) == (1, [0], False)
     length.num_steps_to_probe = 0

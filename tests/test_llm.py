@@ -332,7 +332,7 @@ LONG = {"max_new_tokens": 60, "temperature": 0}
 
 
 @pytest.mark.parametrize("how", ["bad bias", "bad seed", "closed early"])
-def test_a_call_that_ends_early_leaves_others_alone(how, llm):
+def test_a_call_that_ends_early_leaves_others_alone(how):
     """A stream goes on although another call fails, or drops its answers."""
     llm = LLM(DEMO, batch_size=2)
     want = alone(llm, "Once upon a time", **LONG)
@@ -351,7 +351,7 @@ def test_a_call_that_ends_early_leaves_others_alone(how, llm):
     assert not llm.running and not llm.engine.has_unfinished()
 
 
-def test_an_error_in_a_step_reaches_every_stream(llm):
+def test_an_error_in_a_step_reaches_every_stream():
     """None of them may look complete."""
 
     def processor(logits, tokens, pos):  # (B, T, V), (B, S), (B, T)

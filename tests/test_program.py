@@ -1208,7 +1208,7 @@ def test_a_tokenizer_may_know_a_token_that_the_model_has_not(text_folder, tmp_pa
 
 
 @pytest.mark.parametrize("flag", ["--draft_checkpoint=", "--draft=", "--draft=suffix,"])
-def test_an_empty_draft_is_no_draft_by_accident(flag, capsys):
+def test_an_empty_draft_is_no_draft_by_accident(flag):
     """Such as that of a shell's variable without a value."""
     with pytest.raises(ValueError, match="the draft has an empty name"):
         parse_args([flag])
