@@ -78,6 +78,7 @@ INNER = {
 
 # Tensors that config.json holds as a RoPE scaling.
 ROPE_TENSORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
+LISTS = ("sliding_window_pattern", "dimension_sections")  # keys of several values
 
 # What a damaged file causes: its counts, offsets and values are used as they are.
 DAMAGES = (ArithmeticError, LookupError, OSError, RuntimeError, TypeError, struct.error)
@@ -379,6 +380,19 @@ def open_model(path: Path) -> GgufFile:
 # ------------------------------------------------------------------ tensors by Hugging Face names
 
 
+def common_value(key: str, value: object) -> object:
+    """A key's value; of a value for each layer, the one that all layers have. ValueError for layers
+    that differ."""
+    if not isinstance(value, tuple) or key.endswith(LISTS):
+        return value
+    if len(set(value)) != 1:
+        raise ValueError(
+            f"{key} = {value!r:.60} differs from layer to layer; supported: one value for all"
+            f" layers"
+        )
+    return value[0]
+
+
 def model_type_of(keys: dict[str, object]) -> str:
     """The family of a file. Of families that share an architecture, the last one whose `key` the
     file holds."""
@@ -411,8 +425,10 @@ def hf_tensors(model: GgufFile) -> dict[str, Blocks]:
     heads = {}
     if family.gguf.permutes_heads:
         key = f"{family.gguf.architecture}.attention.head_count"
-        heads["attn_q"] = int(model.keys[key])
-        heads["attn_k"] = int(model.keys.get(f"{key}_kv", model.keys[key]))
+        num_heads = common_value(key, model.keys[key])
+        num_kv_heads = common_value(key, model.keys.get(f"{key}_kv", num_heads))
+        heads["attn_q"] = int(num_heads)
+        heads["attn_k"] = int(num_kv_heads)
     tensors = {}
     for name, blocks in model.tensors.items():
         match = re.fullmatch(r"(blk\.\d+\.)?([\w.]+)\.(\w+)", name)

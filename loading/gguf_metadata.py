@@ -16,7 +16,15 @@ from pathlib import Path
 import torch
 
 from loading.families import FAMILIES, Family
-from loading.gguf import Blocks, GgufFile, file_errors, model_type_of, open_model, parse
+from loading.gguf import (
+    Blocks,
+    GgufFile,
+    common_value,
+    file_errors,
+    model_type_of,
+    open_model,
+    parse,
+)
 from loading.tokenizers.ranks import LLAMA3_PATTERN, TEKKEN_PATTERN
 
 # Hugging Face's key -> the architecture's key.
@@ -54,7 +62,6 @@ expert_group_used_count n_deepstack_layers pooling_type rope.dimension_sections
 rope.scaling.finetuned tensor_data_layout vocab_size
 """
 READABLE = frozenset([*REQUIRED.values(), *EXPERTS.values(), *YARN.values(), *OTHER_KEYS.split()])
-LISTS = ("sliding_window_pattern", "dimension_sections")  # keys of several values
 # Keys of an architecture that would change the arithmetic, with the values under which they do not.
 # Keys that are in neither table are refused.
 NEUTRAL = {
@@ -127,19 +134,6 @@ def config_of(model: GgufFile) -> dict:
     if "expert_count" in values:
         hf |= expert_keys(values, family)
     return hf | family.gguf.hf_keys(values.get, hf)
-
-
-def common_value(key: str, value: object) -> object:
-    """A key's value; of a value for each layer, the one that all layers have. ValueError for layers
-    that differ."""
-    if not isinstance(value, tuple) or key.endswith(LISTS):
-        return value
-    if len(set(value)) != 1:
-        raise ValueError(
-            f"{key} = {value!r:.60} differs from layer to layer; supported: one value for all"
-            f" layers"
-        )
-    return value[0]
 
 
 def presence_flags(tensors: Mapping[str, Blocks], family: Family) -> dict[str, bool]:

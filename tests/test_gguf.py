@@ -471,9 +471,10 @@ def test_a_number_of_heads_for_each_layer_is_one_for_all_or_refused(tmp_path):
 
     plain = gguf_metadata.read_config(write(tmp_path / "plain.gguf"))
     heads = plain["num_attention_heads"]
-    assert (
-        gguf_metadata.read_config(write(tmp_path / "a.gguf", keys=by_layer(heads, heads))) == plain
-    )
+    equal = write(tmp_path / "a.gguf", keys=by_layer(heads, heads))
+    assert gguf_metadata.read_config(equal) == plain
+    want = load_model(tmp_path / "plain.gguf", dtype=torch.float32)
+    assert same(load_model(equal, dtype=torch.float32), want)
     different = write(tmp_path / "b.gguf", keys=by_layer(heads, heads + 1))
     with pytest.raises(ValueError, match=rf"b.gguf: {key} = .* differs from layer to layer"):
         gguf_metadata.read_config(different)
