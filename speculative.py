@@ -351,6 +351,10 @@ class Drafter(nn.Module):
         """Called on the host for each drafted row of a round, with the sum of min(p, q) at its
         first drafted token."""
 
+    def observe_step(self, step, num_tokens: float) -> None:
+        """Called on the host for each step or round, with its decoding.statistics.StepRecord and
+        the number of tokens that a row received on average."""
+
     def passes(self, k: int) -> int:
         """How many passes the drafter's model makes to draft k tokens."""
         return k
@@ -372,6 +376,10 @@ class ModelDraft(Drafter):
     before any read."""
 
     CHUNK = 32  # tokens that `catch_up` runs at once
+    # Tokens of a first pass that takes in a short lag itself. A pass over so few tokens costs
+    # little more than one over two: both mostly read the weights.
+    WIDE_PASS = 8
+    runs_wide_pass = False  # does the next round begin with one?
     # A subclass whose first pass reads all tokens that the last round may have decided, k_max + 1,
     # gives the number of tokens that this pass reads besides; None: the first pass reads 1 or 2.
     num_extra_inputs: int | None = None
@@ -407,8 +415,9 @@ class ModelDraft(Drafter):
     def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
         caches = self.runner.slice_to(state.length)
         self.drawn.zero_()
-        for step in range(state.k):
-            num_input_tokens = self.num_input_tokens if step == 0 else 1
+        first = self.WIDE_PASS if self.runs_wide_pass else self.num_input_tokens
+        self.runs_wide_pass = False
+        for num_input_tokens in (first, *[1] * (state.k - 1)):
             draw_next = self.maybe_compile(self.draw_next, state, num_input_tokens)
             draw_next(caches, state, num_input_tokens)
         return self.proposal(state.k)
@@ -480,6 +489,9 @@ class ModelDraft(Drafter):
     def catch_up(self, state: nn.Module, draft_lag: int) -> None:
         if not self.owns_cache:
             return
+        self.runs_wide_pass = self.num_input_tokens + draft_lag <= self.WIDE_PASS
+        if self.runs_wide_pass:
+            return
         caches = self.runner.slice_to(state.length)
         run_chunk = self.maybe_compile(self.run_chunk, state)
         for begin in reversed(range(0, draft_lag, self.CHUNK)):  # the oldest first
@@ -499,6 +511,7 @@ class ParallelDraft(ModelDraft):
     them."""
 
     num_extra_inputs = 0
+    WIDE_PASS = 0  # its pass always reads the same number of tokens
 
     def passes(self, k: int) -> int:
         return min(k, 1)

@@ -586,9 +586,6 @@ class Engine:
             (row, request) for row, request in step.requests if request.finish_reason is None
         ]
         record = self.step_record(step, result, running, now)
-        drawn = [row for row, request in running if request not in step.suffix_requests]
-        if step.k and drawn:
-            self.observe_round(result, drawn)
         events = []
         for row, request in running:
             if not request.tokens:
@@ -600,20 +597,30 @@ class Engine:
                 request.decode_s += record.seconds
             ids = request.receive(result, row)
             if self.runs_rounds:
-                request.record_drafting(
-                    len(ids),
-                    result.accepted[row],
-                    result.overlaps_of(row),
-                    result.drafted[row],
-                    not result.times,
-                )
+                self.record_round(step, result, row, request, len(ids))
             events += [(request.id, id) for id in ids]
             if request.ending is not None:
                 self.finish(request, request.ending)
             elif request.num_positions > request.short_length:
                 self.recompute(request)
+        if self.runs_rounds and running:
+            self.observe(step, result, running, record, len(events))
         self.read_at = now
         return events
+
+    def record_round(
+        self, step: Step, result: StepResult, row: int, request: Request, num_tokens: int
+    ) -> None:
+        """Record on a request how drafting went in a step that gave it so many tokens."""
+        request.record_drafting(
+            num_tokens,
+            result.accepted[row],
+            result.overlaps_of(row),
+            result.drafted[row],
+            not result.times,
+        )
+        if not (step.runs_model or self.readback.unread):
+            request.draft_lag -= step.k + 1 - num_tokens  # the bound was for K + 1 tokens
 
     def step_record(
         self, step: Step, result: StepResult, running: Sequence, now: float
@@ -633,6 +640,21 @@ class Engine:
             step.costs,
             step.runs_model,
         )
+
+    def observe(
+        self,
+        step: Step,
+        result: StepResult,
+        running: Sequence,
+        record: StepRecord | None,
+        num_tokens: int,
+    ) -> None:
+        """Tell the drafter and DraftLength how a step went, which decided so many tokens."""
+        drawn = [row for row, request in running if request not in step.suffix_requests]
+        if step.k and drawn:
+            self.observe_round(result, drawn)
+        if record is not None:
+            self.drafter.observe_step(record, num_tokens / len(running))
 
     def observe_round(self, result: StepResult, rows: list[int]) -> None:
         """Tell the drafter and DraftLength how a round went. `rows`: those that the drafter's model

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from decoding.costs import expected_tokens
 from decoding.scheduler import Request
+from decoding.statistics import StepRecord
 from drafts.suffix import END, SuffixDraft
-from speculative import MIN_GAIN, DraftLength, ModelDraft
+from speculative import DECAY, MIN_GAIN, DraftLength, ModelDraft
 
 # The model's acceptance is only observed in rounds that run the model. When it is compared with a
 # suffix draft, this many accepted tokens are added, so that a model with a poor start runs again.
@@ -33,6 +34,10 @@ class HybridDraft(SuffixDraft):
         self.owns_cache = model_draft.owns_cache
         self.max_draft_tokens = model_draft.max_draft_tokens
         self.max_positions = model_draft.max_positions
+        # Running sums over decided tokens: how many, and what they would have cost in plain steps
+        # without the model. They start with a few plain steps.
+        self.num_tokens = 8.0
+        self.cost_alone = 8.0
 
     def setup(self, *args) -> None:
         super().setup(*args)
@@ -73,11 +78,18 @@ class HybridDraft(SuffixDraft):
         draft_length: DraftLength,
     ) -> tuple[int, float]:
         """K, and how many of the model's K tokens are expected to be accepted; 0 if the model does
-        not run. `expected`: as `expect` has it, for the suffix drafts."""
+        not run. `expected`: as `expect` has it, for the suffix drafts.
+
+        With "auto" the model has to be faster than the latest steps without it were on average.
+        Otherwise it would delay copies, which are noticed once they have begun, and its cache would
+        have to catch up after each."""
         if draft_length.fixed is None:
             k, gain = draft_length.best_for(expected, runs_model=False)
             model_gain = draft_length.best(OPTIMISM)[1] / MIN_GAIN
-            can_run = can_run and (k == 0 or gain < model_gain)
+            gain = max(gain, self.num_tokens / self.cost_alone)
+            # Instead of plain steps `choose` also tries a model that does not pay.
+            is_tried = k == 0 and model_gain < 1
+            can_run = can_run and (gain < model_gain or is_tried)
         else:
             k = draft_length.fixed if any(expected) else 0
         # 0: the model does not pay yet, and runs again later.
@@ -116,6 +128,16 @@ class HybridDraft(SuffixDraft):
 
     def observe(self, overlap: float) -> None:
         self.model_draft.observe(overlap)
+
+    def observe_step(self, step: StepRecord, num_tokens: float) -> None:
+        """Tokens of the model's rounds count as plain steps: that is what the suffix draft had
+        instead."""
+        if step.costs is None:
+            return
+        cost = num_tokens if step.runs_model else step.costs.round(step.k, runs_model=False)
+        decay = DECAY**num_tokens
+        self.num_tokens = self.num_tokens * decay + num_tokens
+        self.cost_alone = self.cost_alone * decay + cost
 
     def passes(self, k: int) -> int:
         return self.model_draft.passes(k)

@@ -29,13 +29,13 @@ from decoding.costs import Costs, expected_tokens
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.scheduler import Request, Slot
-from decoding.statistics import Timing
+from decoding.statistics import StepRecord, Timing
 from drafts.hybrid import OPTIMISM, HybridDraft
 from drafts.registry import check_draft, load_drafter
 from drafts.suffix import END
 from generate import generate
 from loading.options import DraftOptions, split_spec
-from speculative import DraftLength, ModelDraft
+from speculative import MIN_GAIN, DraftLength, ModelDraft
 
 KS = (1, 2, 3, 5, 8)
 
@@ -168,6 +168,37 @@ def test_a_model_that_is_hardly_known_is_tried():
     assert choice([[0.15]], [True], length) == (1, [0], False)
 
 
+def decided(drafter: HybridDraft, k: int, num_tokens: int, runs_model: bool) -> None:
+    costs = length_of("auto", 0.8).costs
+    drafter.observe_step(StepRecord(k, 0.0, 0.0, 0.0, (), costs, runs_model), num_tokens)
+
+
+def test_a_model_rests_where_the_suffix_draft_alone_is_faster():
+    """The model gains 2.8. Rounds of copies give 8 tokens for 1.4 plain steps. Between them
+    the model would delay the next one, so the engine waits, until the text has gone on for a while
+    without a copy. The model's own rounds say nothing of copies, and count as plain steps."""
+    length = length_of("auto", 0.9, draft_s=0.15)
+    model_gain = length.best(OPTIMISM)[1] / MIN_GAIN
+    assert model_gain == pytest.approx(2.8, abs=0.1)
+    drafter = Guessing([[]], [True])
+    requests = [Request(0, [1], Sampling(0), 9, slot=Slot(0))]
+    assert drafter.choose_k(requests, 0, length) > 0
+    for _ in range(10):
+        decided(drafter, 8, 8, runs_model=False)
+    assert drafter.choose_k(requests, 0, length) == 0
+    steps = 0
+    while drafter.choose_k(requests, 0, length) == 0:
+        decided(drafter, 0, 1, runs_model=True)
+        steps += 1
+    rate = drafter.num_tokens / drafter.cost_alone
+    assert 5 < steps < 64 and rate == pytest.approx(model_gain, rel=0.05)
+    decided(drafter, 8, 9, runs_model=True)
+    assert 1 < drafter.num_tokens / drafter.cost_alone < rate
+    for _ in range(100):
+        decided(drafter, 8, 9, runs_model=True)
+    assert drafter.num_tokens / drafter.cost_alone == pytest.approx(1.0, rel=1e-3)
+
+
 # ---------------------------------------------------------------------------------------- batches
 
 
@@ -250,6 +281,55 @@ def test_the_model_keeps_its_cache_while_it_sits_rounds_out(models, num_rows, la
         HybridDraft, "lag_after", lambda self, request, k: self.num_input_tokens - 1
     )
     assert model_difference(models, num_rows) > 1e-2
+
+
+def test_a_model_catches_up_with_the_tokens_that_were_decided_and_no_more(models):
+    """A round of suffix drafts may decide 1 to K + 1 tokens. Where nothing is unread the host knows
+    how many, and the model's cache lacks just those."""
+    target, draft = models
+    engine = Engine(target, 1, 96, drafter=hybrid_of("model", target, draft), speculate_k=8)
+    known(engine)
+    engine.draft_length = None
+    engine.add_request(PROMPTS[0], sampling=Sampling(0), max_new_tokens=70)
+    spy = Spy(engine)
+    (request,) = engine.requests.values()
+    lags, sizes = set(), set()
+    while engine.has_unfinished():
+        lag, num_steps = request.draft_lag, len(spy.steps)
+        num_decided = len(engine.step())
+        if len(spy.steps) > num_steps and not spy.steps[-1][2]:
+            assert request.draft_lag == lag + num_decided
+            lags.add(request.draft_lag)
+            sizes.add(num_decided)
+    assert len(lags) > 2 and len(sizes) > 1
+
+
+def test_a_short_lag_needs_no_pass_of_its_own(models, monkeypatch):
+    """The first pass of a round takes in up to six missing tokens; more take one pass for each 32.
+    The distributions are those of the whole text."""
+    target, draft = models
+    widths = []
+    hidden = draft.hidden
+    monkeypatch.setattr(
+        draft, "hidden", lambda x, *args: (widths.append(x.size(1)), hidden(x, *args))[1]
+    )
+    for num_plain, passes in ((0, [2]), (1, [8]), (6, [8]), (7, [32, 2]), (40, [32, 32, 2])):
+        drafter = recorded(ModelDraft)(draft)
+        engine = Engine(target, 1, 96, drafter=drafter, speculate_k=2)
+        engine.add_request(PROMPTS[0], sampling=Sampling(0.5), max_new_tokens=60)
+        engine.step()
+        choose_k = drafter.choose_k
+        drafter.choose_k = lambda *args: 0
+        for _ in range(num_plain + 1):
+            engine.step()
+        drafter.choose_k = choose_k
+        widths.clear()
+        engine.step()
+        assert widths == [*passes, 1]
+        ((before, tokens, probs),) = zip(*drafter.seen[-1])
+        logits = draft(torch.tensor([before + tokens]), torch.arange(len(before + tokens)))
+        alone = Sampling(0.5).probs(logits[0, len(before) - 1 : -1])
+        assert (alone - probs).abs().max() < 1e-4
 
 
 def test_a_round_of_suffix_drafts_runs_no_model(models, monkeypatch):
