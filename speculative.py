@@ -253,6 +253,7 @@ class Drafter(nn.Module):
     # How many of the latest decided tokens the first pass of a round reads: the newest, which no
     # cache holds yet, and those before it that the draft's own cache may be missing.
     num_input_tokens = 2
+    lags_to_compile = (0,)  # numbers of positions missing from its cache that run other passes
     # Positions from the last decided token on that its cache needs beyond the target's.
     num_scratch = 0
     max_draft_tokens = math.inf  # of a round
@@ -380,6 +381,7 @@ class ModelDraft(Drafter):
     # little more than one over two: both mostly read the weights.
     WIDE_PASS = 8
     runs_wide_pass = False  # does the next round begin with one?
+    lags_to_compile = (0, 1, CHUNK)
     # A subclass whose first pass reads all tokens that the last round may have decided, k_max + 1,
     # gives the number of tokens that this pass reads besides; None: the first pass reads 1 or 2.
     num_extra_inputs: int | None = None

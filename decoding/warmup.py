@@ -17,7 +17,6 @@ import torch
 from decoding.costs import Costs
 from decoding.readback import step_times, synchronize
 from decoding.sampling import Sampling
-from speculative import ModelDraft
 
 STEADY_S = 0.01
 # In a context of more positions steps are measured at SHORT_LENGTH and at its end. With the
@@ -50,8 +49,7 @@ def warm_up(engine, path: str) -> float:
         rows.state.sampling_path = path
         rows.state.pos.zero_()
         rows.state.done.fill_(True)
-        # A draft's cache that misses nothing, a little, or much.
-        for lag in (0, 1, ModelDraft.CHUNK) * num_runs:
+        for lag in engine.drafter.lags_to_compile * num_runs:
             engine.max_draft_lag = lag
             engine.run(rows, max(1, length - k), k)
     synchronize(engine.device)

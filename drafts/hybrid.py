@@ -33,6 +33,7 @@ class HybridDraft(SuffixDraft):
         self.model = model_draft.model
         self.owns_cache = model_draft.owns_cache
         self.max_draft_tokens = model_draft.max_draft_tokens
+        self.lags_to_compile = model_draft.lags_to_compile
         self.max_positions = model_draft.max_positions
         # Running sums over decided tokens: how many, and what they would have cost in plain steps
         # without the model. They start with a few plain steps.

@@ -84,6 +84,7 @@ class StubDraft:
     owns_cache = True
     max_draft_tokens = 8
     max_positions = 100
+    lags_to_compile = (0,)
 
     def __init__(self, can_run: list[bool]):
         self.can_run = can_run
