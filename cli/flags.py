@@ -31,7 +31,7 @@ from decoding.settings import (
     random_seed,
 )
 from loading.hub import PATH_HELP, checkpoint_path
-from loading.options import DraftOptions, ModelOptions, split_spec
+from loading.options import SPEC_HELP, DraftOptions, ModelOptions, split_spec
 from weights.schemes import HEAD_HELP, SCHEMES
 
 VERSION = "0.3.0.dev0"
@@ -227,7 +227,7 @@ def parser() -> argparse.ArgumentParser:
     draft.add_argument(
         "--draft",
         metavar="SPEC",
-        help="suffix[:N], suffix[:N],DIR, ngram[:N], layers:0-7,24-31 or quantized:SCHEME",
+        help=SPEC_HELP,
     )
     add(
         "--speculate_k",

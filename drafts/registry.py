@@ -6,7 +6,8 @@
     check_draft     refuses what it can before weights are read, and returns what loads the drafter:
                     the others call it, so a config.json is parsed once
     folder_check    finds the check of a kind of folder; a new kind takes a file and a case here
-    spec_parser     finds the parser of a kind of spec, likewise
+    spec_parser     finds the parser of a kind of spec; a new one also takes an entry in
+                    loading.options.SPECS, which --help lists
 
 This file does not know how a drafter drafts. It imports a drafter's file when a draft of its kind
 is asked for, so a fork may delete the files of drafters that it does not need.
@@ -20,7 +21,7 @@ import torch
 
 from loading.checkpoint import Checkpoint
 from loading.draft_types import draft_type_of
-from loading.options import DraftOptions, ModelOptions, split_spec
+from loading.options import SPEC_HELP, SPECS, DraftOptions, ModelOptions, split_spec
 from loading.plain_files import error_prefix
 from loading.target import load_target, target_config
 from loading.tokenizer import Tokenizer
@@ -28,8 +29,6 @@ from model import Config, Transformer
 from speculative import Drafter, layers_from_spec, quantized_from_spec
 from tp import ALONE, Ranks, ranks_of
 from weights.walker import pack_model
-
-SPECS = ("suffix", "ngram", "layers", "quantized")  # names of specs
 
 
 def load_drafter(
@@ -44,8 +43,8 @@ def load_drafter(
     progress: bool = False,
 ) -> Drafter:
     """The Drafter for this target. A Path or Checkpoint is a folder of any kind in `folder_check`.
-    Text is a spec, suffix[:N], ngram[:N], layers:0-7,24-31 or quantized:SCHEME, or else the name of
-    a folder. suffix[:N],DIR is the suffix draft and a folder's together.
+    Text is a spec (loading.options.SPECS) or else the name of a folder. suffix[:N],DIR is the
+    suffix draft and a folder's together.
 
     `dtype` and `quantize` are those of a draft model; `sharded` divides it over the ranks. With
     `pack` the target and the draft are packed for their kernels; a target that is packed already
@@ -182,10 +181,7 @@ def spec_parser(kind: str) -> Callable:
             return layers_from_spec
         case "quantized":
             return quantized_from_spec
-    raise ValueError(
-        "expected suffix, suffix:N, ngram, ngram:N, layers:0-7,24-31, quantized:SCHEME, or a draft"
-        " folder behind a suffix: suffix,DIR"
-    )
+    raise ValueError(f"expected {SPEC_HELP}")
 
 
 def matcher(draft_class: type[Drafter]) -> Callable:

@@ -91,6 +91,16 @@ class DraftOptions:
         return f"{self.spec},{self.checkpoint}" if self.spec else Path(self.checkpoint)
 
 
+# How users write the specs of --draft, by their names. drafts.registry has their parsers.
+SPECS = {
+    "suffix": "suffix[:N]",
+    "ngram": "ngram[:N]",
+    "layers": "layers:0-7,24-31",
+    "quantized": "quantized:SCHEME",
+}
+SPEC_HELP = ", ".join((*SPECS.values(), "or suffix[:N],DIR with a draft folder"))
+
+
 def split_spec(text: str | None) -> tuple[str | None, str | None]:
     """A spec of --draft -> the spec, and the folder that follows a suffix draft, or None:
     "suffix:8,DIR" -> ("suffix:8", "DIR")."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from cli.flags import DTYPES, Parser, draft_options, model_options, positive
 from cli.options import PromptOptions
 from loading.hub import PATH_HELP, checkpoint_path
-from loading.options import DraftOptions, ModelOptions
+from loading.options import SPEC_HELP, DraftOptions, ModelOptions
 from weights.schemes import HEAD_HELP, SCHEMES
 
 # Perplexity scores at most this many positions at once; longer windows run in smaller batches.
@@ -171,7 +171,7 @@ def eval_lm_args() -> EvaluationOptions:
     draft.add_argument(
         "--draft",
         metavar="SPEC",
-        help="suffix[:N], suffix[:N],DIR, ngram[:N], layers:0-7,24-31 or quantized:SCHEME",
+        help=SPEC_HELP,
     )
     add("--dtype", choices=DTYPES, help="default: the checkpoint's")
     add("--device", help="cpu, cuda, cuda:N or mps; default: cuda if there is a GPU")
