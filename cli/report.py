@@ -264,7 +264,7 @@ SUMMARY = (
     "  alpha {alpha}, c {c}, v {v}; drafting took {draft_s} s, verifying {verify_s} s",
     "  speed-up {measured_speedup} measured, {predicted_speedup} predicted"
     " (i.i.d. {predicted_speedup_iid}); K = {best_k} would be the best, with {best_k_speedup}",
-    "  greedy text as without drafting: {greedy_text}",
+    "  greedy text as without drafting, by construction: {greedy_text}",
 )
 
 
