@@ -31,11 +31,10 @@ from decoding.settings import (
     random_seed,
 )
 from loading.hub import PATH_HELP, checkpoint_path
-from loading.options import SPEC_HELP, DraftOptions, ModelOptions, split_spec
+from loading.options import DTYPES, SPEC_HELP, DraftOptions, ModelOptions, split_spec
 from weights.schemes import HEAD_HELP, SCHEMES
 
 VERSION = "0.3.0.dev0"
-DTYPES = ("bfloat16", "float16", "float32")
 
 Group = TypeVar("Group")
 

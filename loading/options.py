@@ -11,6 +11,8 @@ from pathlib import Path
 
 from weights.schemes import check_head, check_scheme, choose_head_scheme
 
+DTYPES = ("bfloat16", "float16", "float32")
+
 
 @dataclass(frozen=True)
 class ModelOptions:
@@ -35,6 +37,10 @@ class ModelOptions:
     chat_template: str | None = None
 
     def __post_init__(self):
+        if self.dtype not in (None, *DTYPES):
+            raise ValueError(
+                f"dtype = {self.dtype!r} must be one of {', '.join(DTYPES)}; quantize takes schemes"
+            )
         head_scheme = choose_head_scheme(self.quantize, self.quantize_head)
         check_head(head_scheme, self.quantize)
         if self.random_weights and (self.adapter or self.chat_template):

@@ -108,9 +108,7 @@ def answer_schema(x: object) -> dict:
             return {"type": "object"}
         case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
             return schema
-    raise ValueError(
-        'give {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {…}}}'
-    )
+    raise ValueError('give {"type": "json_object"}, or the type "json_schema" with a "schema"')
 
 
 HINTS = get_type_hints(Sampling)

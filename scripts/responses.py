@@ -45,7 +45,12 @@ CHAT_KEYS = {
     "tokens",
 }
 TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
-PARAMS = {"messages": "input", "response_format": "text"}  # a chat's key -> the one here
+PARAMS = {  # a chat's key -> the one here
+    "messages": "input",
+    "response_format": "text.format",
+    "verbosity": "text.verbosity",
+    "reasoning_effort": "reasoning.effort",
+}
 
 
 def new_id(prefix: str) -> str:
@@ -131,6 +136,9 @@ def read_response_request(body: dict) -> ResponseRequest:
         if key in CHAT_KEYS:
             message = f"{key!r} is a key of chats, which /v1/responses does not have"
             raise Refusal(message, key, 400, "unknown_parameter")
+        if key == "top_logprobs":
+            message = f"{key!r} is not supported by this server: answers come without them"
+            raise Refusal(message, key, 400, "unknown_parameter")
         keys[key] = value
     try:
         return ResponseRequest.model_validate(keys)
@@ -139,11 +147,14 @@ def read_response_request(body: dict) -> ResponseRequest:
 
 
 def with_own_param(refusal: Refusal) -> Refusal:
-    """A chat's refusal, which names the key that the response has."""
+    """A chat's refusal, which names the key that the response has, in its message too."""
     error = refusal.body["error"]
     key = str(error["param"]).partition("[")[0]
-    error["param"] = PARAMS.get(key, error["param"])
-    return refusal
+    if key not in PARAMS:
+        return refusal
+    message = error["message"].replace(key, PARAMS[key])
+    status, code = refusal.status, error["code"]
+    return Refusal(message, PARAMS[key], status, code, logged=refusal.logged)
 
 
 def nested(value: object, object_type: str) -> object:

@@ -390,3 +390,5 @@ def test_an_engine_needs_rows_and_a_draft_needs_a_name():
             LLM(DEMO, batch_size=batch_size)
     with pytest.raises(ValueError, match="the draft has an empty name"):
         LLM(DEMO, draft="")
+    with pytest.raises(ValueError, match="dtype = 'int8' must be one of bfloat16"):
+        LLM(DEMO, dtype="int8")

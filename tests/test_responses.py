@@ -30,6 +30,7 @@ from loading.tokenizer import load_tokenizer
 from scripts.metrics import METRICS, Metrics
 from scripts.openai_form import Refusal, read_request
 from scripts.responses import (
+    CHAT_KEYS,
     ResponseEvents,
     ResponseStore,
     chat_messages,
@@ -321,11 +322,11 @@ def test_neutral_keys_change_nothing():
         ({"include": ["reasoning.encrypted_content", "file_search_call.results"]}, "include"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"context_management": [{"type": "compaction"}]}, "context_management"),
-        ({"reasoning": {"effort": "high"}}, "reasoning_effort"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "auto"}}, "reasoning"),
-        ({"text": {"verbosity": "low"}}, "verbosity"),
-        ({"text": {"format": {"type": "xml"}}}, "text"),
-        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -360,6 +361,9 @@ def test_what_is_not_there_is_refused_by_name(keys, param):
             raise with_own_param(refusal) from None
     error = caught.value.body["error"]
     assert error["param"] == param
+    chat_keys = CHAT_KEYS | {"reasoning_effort"}
+    words = set(re.findall(r"\w+", error["message"])) - keys.keys()
+    assert not words & chat_keys
     for name in ("input_image", "input_file", "computer_call", "function_call", "encrypted"):
         assert name not in str(keys.get("input")) or name in error["message"]
     for tool in keys.get("tools") or ():
