@@ -78,7 +78,7 @@ from weights.walker import pack_model
 ROOT = Path(__file__).parents[2]
 FORMATS = (*DTYPES, *SCHEMES)  # the schemes with bfloat16 activations
 RANDOM = ("eagle3", "dflash")  # drafts with random weights
-DRAFTERS = ("model", "pard", *RANDOM, "ngram", "suffix", "layers", "quantized:int4-g32")
+DRAFTERS = ("model", "pard", *RANDOM, "ngram", "suffix", "hybrid", "layers", "quantized:int4-g32")
 PROMPT = 12  # ids of the prompts of requests "alike"
 MAX_PROMPT = 250  # ids of the longest prompt of requests "mixed"
 CHUNK = 48  # ids of their prompts in a pass
@@ -129,6 +129,7 @@ def load(args: Namespace, format: str, ids: list[int]) -> tuple[Transformer, dic
     n, tokenizer = model.config.n_layers, load_tokenizer(args.draft_checkpoint)
     sources = {"model": Path(args.draft_checkpoint), "pard": Path(args.pard_checkpoint)}
     sources["layers"] = f"layers:0-{n // 2 - 1},{n - 1}"
+    sources["hybrid"] = f"suffix,{args.draft_checkpoint}"
     drafters = {
         name: random_drafter(name, model, ids)
         if name in RANDOM
