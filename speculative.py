@@ -253,7 +253,9 @@ class Drafter(nn.Module):
     # How many of the latest decided tokens the first pass of a round reads: the newest, which no
     # cache holds yet, and those before it that the draft's own cache may be missing.
     num_input_tokens = 2
-    lags_to_compile = (0,)  # numbers of positions missing from its cache that run other passes
+    # Numbers of positions that may be missing from its cache, one for each way to catch up: warm-up
+    # compiles them all.
+    lags_to_compile = (0,)
     # Positions from the last decided token on that its cache needs beyond the target's.
     num_scratch = 0
     max_draft_tokens = math.inf  # of a round
@@ -381,7 +383,6 @@ class ModelDraft(Drafter):
     # little more than one over two: both mostly read the weights.
     WIDE_PASS = 8
     runs_wide_pass = False  # does the next round begin with one?
-    lags_to_compile = (0, 1, CHUNK)
     # A subclass whose first pass reads all tokens that the last round may have decided, k_max + 1,
     # gives the number of tokens that this pass reads besides; None: the first pass reads 1 or 2.
     num_extra_inputs: int | None = None
@@ -396,6 +397,7 @@ class ModelDraft(Drafter):
         if self.owns_cache:
             self.num_input_tokens = 2
             self.max_positions = model.config.max_seq_length
+            self.lags_to_compile = (0, 1, self.CHUNK) if self.WIDE_PASS else (0, self.CHUNK)
 
     def setup(
         self,

@@ -619,7 +619,8 @@ class Engine:
             result.drafted[row],
             not result.times,
         )
-        if not (step.runs_model or self.readback.unread):
+        is_known = num_tokens > 0 and not self.readback.unread
+        if len(self.runners) > 1 and is_known and not step.runs_model:
             request.draft_lag -= step.k + 1 - num_tokens  # the bound was for K + 1 tokens
 
     def step_record(

@@ -49,7 +49,8 @@ def warm_up(engine, path: str) -> float:
         rows.state.sampling_path = path
         rows.state.pos.zero_()
         rows.state.done.fill_(True)
-        for lag in engine.drafter.lags_to_compile * num_runs:
+        lags = engine.drafter.lags_to_compile if k else (0,)
+        for lag in lags * num_runs:
             engine.max_draft_lag = lag
             engine.run(rows, max(1, length - k), k)
     synchronize(engine.device)

@@ -152,9 +152,10 @@ def with_own_param(refusal: Refusal) -> Refusal:
     key = str(error["param"]).partition("[")[0]
     if key not in PARAMS:
         return refusal
-    message = error["message"].replace(key, PARAMS[key])
-    status, code = refusal.status, error["code"]
-    return Refusal(message, PARAMS[key], status, code, logged=refusal.logged)
+    message, logged = (
+        text.replace(key, PARAMS[key], 1) for text in (error["message"], refusal.logged)
+    )
+    return Refusal(message, PARAMS[key], refusal.status, error["code"], logged=logged)
 
 
 def nested(value: object, object_type: str) -> object:

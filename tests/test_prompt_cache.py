@@ -36,12 +36,13 @@ from decoding.sampling import Sampling
 from decoding.scheduler import MIN_REUSED, common_prefix
 from decoding.statistics import Timing
 from decoding.stored_positions import find_longest_prefix
+from drafts.hybrid import HybridDraft
 from drafts.ngram import NgramDraft
 from generate import LLM, decode
 from loading.checkpoint import Checkpoint, load_model
 from model import Block, KVCache
 from scripts.serve_flags import parse_args as server_flags
-from speculative import ModelDraft
+from speculative import DraftLength, ModelDraft
 
 COMMON = torch.randint(3, 60, (40,), generator=torch.Generator().manual_seed(2)).tolist()
 PROMPTS = [[*COMMON, 7], [*COMMON, 9, 8, 5, 21, 33, 4, 17, 50, 3, 11], [*COMMON, 9, 8, 6]]
@@ -172,6 +173,34 @@ def test_a_host_that_reads_late_ends_longropes_texts():
         for _ in range(200):
             engine.step()
         assert not engine.has_unfinished() and request.tokens == expected[:budget]
+
+
+def test_a_recomputed_text_does_not_lend_its_draft_positions(monkeypatch):
+    """Rounds of suffix drafts are still unread when a text outgrows longrope's original length and
+    is computed anew. What they decide no longer counts, and neither do the positions by which they
+    fell short of K + 1."""
+    target, draft = longrope()
+    monkeypatch.setattr(DraftLength, "alpha", 0.001)  # take the suffix draft where there is one
+    monkeypatch.setattr("decoding.readback.host_lag", lambda device: 2)
+    engine = Engine(target, 1, 96, drafter=HybridDraft(ModelDraft(draft)), speculate_k=3)
+    engine.chunk = 16
+    options = {"engine": engine, "max_new_tokens": 50}
+    rows_of(target, [COMMON], **options)  # the text to look up
+    engine.clear()
+    id = engine.add_request(COMMON, sampling=Sampling(0), max_new_tokens=50)
+    request = engine.requests[id]
+    recompute = engine.recompute
+    unread_rounds = []
+
+    def recompute_and_note(request):
+        unread_rounds.extend(step.runs_model for *_, step in engine.readback.waiting)
+        recompute(request)
+
+    monkeypatch.setattr(engine, "recompute", recompute_and_note)
+    while engine.has_unfinished():
+        engine.step()
+        assert request.draft_lag >= 0
+    assert False in unread_rounds
 
 
 def longrope() -> tuple:

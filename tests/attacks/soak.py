@@ -215,6 +215,8 @@ class Recorded(LLM):
         self, answers: Iterable[RowAnswer], interrupts: Collection = (), after_step=None
     ) -> Iterator[RowAnswer]:
         rows = list(answers)
+        # What `auto` learned in earlier answers would choose other K, and so other sampled text.
+        self.engine.draft_length = None
         number = len(self.answers)
         kept = Answer([], [])
         self.answers.append(kept)
