@@ -24,6 +24,7 @@ if __name__ == "__main__":
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
+from numbers import Integral
 
 import torch
 
@@ -368,14 +369,20 @@ class LLM:
         prefill."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, parse_special=parse_special)
-        if isinstance(prompt, bytes | dict):
-            raise ValueError("a prompt is text, a list of token ids, or a list of messages")
+        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+            raise ValueError(
+                "a prompt is text, a list of token ids, or a list of messages, not"
+                f" {type(prompt).__name__}"
+            )
         if prompt and isinstance(prompt[0], dict):
             from loading.tokenizer import conversation_ids
 
             return conversation_ids(
                 self.tokenizer, prompt, **template, **(chat_template_kwargs or {})
             )
+        for id in prompt:
+            if not isinstance(id, Integral):
+                raise ValueError(f"{id!r:.99} in a list of token ids is no integer")
         return list(prompt)
 
     def grammar(self, schema: dict):

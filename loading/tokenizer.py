@@ -294,8 +294,12 @@ def conversation_ids(
     **names,
 ) -> list[int]:
     """Ids of the messages in the model's chat format, or without one as texts, a line each, the
-    prefill last. ValueError for what the template does not read, and without one for variables,
-    tools and calls of them."""
+    prefill last. ValueError for messages that say nothing, for what the template does not read, and
+    without one for variables, tools and calls of them."""
+    for number, message in enumerate(messages):
+        is_dict = isinstance(message, dict)
+        if not is_dict or "role" not in message or not message.keys() & {"content", "tool_calls"}:
+            raise ValueError(f"message {number} must be a dict with a role and a content")
     if tokenizer.template is not None:
         return tokenizer.chat(messages, tools=tools, prefill=prefill, **names)
     has_calls = any(message.get("tool_calls") for message in messages)
