@@ -17,7 +17,7 @@ PROMPT_END = 16  # tokens, in which a template may begin thoughts
 
 NO_CALLS = (
     "tools: this server reads no calls of the model's chat template. It reads those of"
-    f" {', '.join(form.family for form in CALL_FORMATS)}; response_format works with every model,"
+    f" {', '.join(form.family for form in CALL_FORMATS)}; JSON of a schema works with every model,"
     " and tool_choice none leaves tools out"
 )
 

@@ -11,6 +11,7 @@ Keys that are not named in this file go to the chat's request, which reads them 
 """
 
 import json
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -42,7 +43,10 @@ CHAT_KEYS = {
     "response_format",
     "logprobs",
     "n",
+    "n_predict",
+    "reasoning_effort",
     "tokens",
+    "verbosity",
 }
 TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
 PARAMS = {  # a chat's key -> the one here
@@ -147,15 +151,21 @@ def read_response_request(body: dict) -> ResponseRequest:
 
 
 def with_own_param(refusal: Refusal) -> Refusal:
-    """A chat's refusal, which names the key that the response has, in its message too."""
+    """A chat's refusal, which names the key that the response has, in its message too. An input has
+    no number: items in a row are one message, after those of instructions and earlier responses.
+    What a message quotes of the request, after the key, stays as it is."""
     error = refusal.body["error"]
     key = str(error["param"]).partition("[")[0]
-    if key not in PARAMS:
-        return refusal
-    message, logged = (
-        text.replace(key, PARAMS[key], 1) for text in (error["message"], refusal.logged)
-    )
-    return Refusal(message, PARAMS[key], refusal.status, error["code"], logged=logged)
+    own_key = PARAMS.get(key, key)
+
+    def own_text(text: str) -> str:
+        text = re.sub(rf"{re.escape(key)}(\[\d+\])?", own_key, text, count=1)
+        return re.sub(r"^(tools\.\d+)\.function\b", r"\1", text)
+
+    message = own_text(error["message"])
+    logged = own_text(refusal.logged)
+    param = error["param"] and own_key
+    return Refusal(message, param, refusal.status, error["code"], logged=logged)
 
 
 def nested(value: object, object_type: str) -> object:

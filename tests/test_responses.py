@@ -348,6 +348,9 @@ def test_neutral_keys_change_nothing():
         ({"n": 2}, "n"),
         ({"logprobs": True}, "logprobs"),
         ({"mirostat": 2}, "mirostat"),
+        ({"n_predict": 3}, "n_predict"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"verbosity": "low"}, "verbosity"),
         ({"temperature": -1}, "temperature"),
     ],
 )
@@ -361,13 +364,52 @@ def test_what_is_not_there_is_refused_by_name(keys, param):
             raise with_own_param(refusal) from None
     error = caught.value.body["error"]
     assert error["param"] == param
-    chat_keys = CHAT_KEYS | {"reasoning_effort"}
-    words = set(re.findall(r"\w+", error["message"])) - keys.keys()
-    assert not words & chat_keys
+    words = set(re.findall(r"[\w.]+", error["message"])) - keys.keys()
+    assert not words & CHAT_KEYS
     for name in ("input_image", "input_file", "computer_call", "function_call", "encrypted"):
         assert name not in str(keys.get("input")) or name in error["message"]
     for tool in keys.get("tools") or ():
         assert tool["type"] in error["message"]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"instructions": "Be brief.", "input": [{"role": "user", "content": 3}]},
+        {
+            "input": [
+                {"type": "reasoning", "summary": []},
+                {"role": "assistant", "content": "a"},
+                {"role": "user", "content": 3},
+            ]
+        },
+    ],
+)
+def test_a_refused_item_has_no_number_of_the_chats(keys):
+    """Instructions are a message before it, and items in a row are one message."""
+    request = read_response_request(keys)
+    body = request.chat_body(ResponseStore().conversation(request))
+    with pytest.raises(Refusal) as caught:
+        read_request(body, True, "m", Sampling())
+    error = with_own_param(caught.value).body["error"]
+    assert error["message"].startswith("input = 3: ") and error["param"] == "input"
+
+
+def test_a_tool_without_a_name_is_refused_as_it_was_sent():
+    request = read_response_request({"input": "a", "tools": [{"type": "function"}]})
+    body = request.chat_body(ResponseStore().conversation(request))
+    with pytest.raises(Refusal) as caught:
+        read_request(body, True, "m", Sampling())
+    assert str(with_own_param(caught.value)) == "tools.0.name is missing"
+
+
+def test_a_refusal_quotes_the_request_as_it_is():
+    part = {"type": "x", "text": "messages"}
+    request = read_response_request({"input": [{"role": "user", "content": [part]}]})
+    body = request.chat_body(ResponseStore().conversation(request))
+    with pytest.raises(Refusal) as caught:
+        read_request(body, True, "m", Sampling())
+    assert str(part) in str(with_own_param(caught.value))
 
 
 def test_json_of_many_levels_is_refused_before_it_is_too_deep_to_be_written():
