@@ -223,11 +223,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="a smaller model, a PARD, an EAGLE-3, a DFlash or a DSpark draft",
     )
-    draft.add_argument(
-        "--draft",
-        metavar="SPEC",
-        help=SPEC_HELP,
-    )
+    draft.add_argument("--draft", metavar="SPEC", help=SPEC_HELP)
     add(
         "--speculate_k",
         type=draft_length,

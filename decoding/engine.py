@@ -611,7 +611,8 @@ class Engine:
     def record_round(
         self, step: Step, result: StepResult, row: int, request: Request, num_tokens: int
     ) -> None:
-        """Record on a request how drafting went in a step that gave it so many tokens."""
+        """Record on a request how drafting went in a step that gave it so many tokens, and lower
+        its draft_lag, which counted K + 1, once the host has read every step."""
         request.record_drafting(
             num_tokens,
             result.accepted[row],
@@ -619,9 +620,10 @@ class Engine:
             result.drafted[row],
             not result.times,
         )
-        is_known = num_tokens > 0 and not self.readback.unread
-        if len(self.runners) > 1 and is_known and not step.runs_model:
-            request.draft_lag -= step.k + 1 - num_tokens  # the bound was for K + 1 tokens
+        # A step that decided nothing was launched before the text was recomputed, or after its end.
+        is_latest = num_tokens > 0 and not self.readback.unread
+        if len(self.runners) > 1 and is_latest and not step.runs_model:
+            request.draft_lag -= step.k + 1 - num_tokens
 
     def step_record(
         self, step: Step, result: StepResult, running: Sequence, now: float

@@ -168,11 +168,7 @@ def eval_lm_args() -> EvaluationOptions:
     draft = parser.add_mutually_exclusive_group()
     help = "a smaller model that drafts generated text"
     draft.add_argument("--draft_checkpoint", metavar="PATH", help=help)
-    draft.add_argument(
-        "--draft",
-        metavar="SPEC",
-        help=SPEC_HELP,
-    )
+    draft.add_argument("--draft", metavar="SPEC", help=SPEC_HELP)
     add("--dtype", choices=DTYPES, help="default: the checkpoint's")
     add("--device", help="cpu, cuda, cuda:N or mps; default: cuda if there is a GPU")
     args = parser.parse_args()

@@ -294,9 +294,11 @@ def test_a_model_catches_up_with_the_tokens_that_were_decided_and_no_more(models
     engine.add_request(PROMPTS[0], sampling=Sampling(0), max_new_tokens=70)
     spy = Spy(engine)
     (request,) = engine.requests.values()
-    lags, sizes = set(), set()
+    lags = set()
+    sizes = set()
     while engine.has_unfinished():
-        lag, num_steps = request.draft_lag, len(spy.steps)
+        lag = request.draft_lag
+        num_steps = len(spy.steps)
         num_decided = len(engine.step())
         if len(spy.steps) > num_steps and not spy.steps[-1][2]:
             assert request.draft_lag == lag + num_decided
@@ -311,9 +313,12 @@ def test_a_short_lag_needs_no_pass_of_its_own(models, monkeypatch):
     target, draft = models
     widths = []
     hidden = draft.hidden
-    monkeypatch.setattr(
-        draft, "hidden", lambda x, *args: (widths.append(x.size(1)), hidden(x, *args))[1]
-    )
+
+    def hidden_and_note(tokens, *args):
+        widths.append(tokens.size(1))
+        return hidden(tokens, *args)
+
+    monkeypatch.setattr(draft, "hidden", hidden_and_note)
     for num_plain, passes in ((0, [2]), (1, [8]), (6, [8]), (7, [32, 2]), (40, [32, 32, 2])):
         drafter = recorded(ModelDraft)(draft)
         engine = Engine(target, 2, 96, drafter=drafter, speculate_k=2)
