@@ -35,10 +35,10 @@ class HybridDraft(SuffixDraft):
         self.max_draft_tokens = model_draft.max_draft_tokens
         self.lags_to_compile = model_draft.lags_to_compile
         self.max_positions = model_draft.max_positions
-        # Running sums over decided tokens: how many, and what they would have cost in plain steps
-        # without the model. They start with a few plain steps.
-        self.num_tokens = 8.0
-        self.cost_alone = 8.0
+        # Running sums: decided tokens, and the plain steps that they would have cost with the
+        # suffix draft alone. They start with a few plain steps.
+        self.decided_tokens = 8.0
+        self.suffix_cost = 8.0
 
     def setup(self, *args) -> None:
         super().setup(*args)
@@ -87,10 +87,10 @@ class HybridDraft(SuffixDraft):
         if draft_length.fixed is None:
             k, gain = draft_length.best_for(expected, runs_model=False)
             model_gain = draft_length.best(OPTIMISM)[1] / MIN_GAIN
-            gain = max(gain, self.num_tokens / self.cost_alone)
+            gain = max(gain, self.decided_tokens / self.suffix_cost)
             # Instead of plain steps `choose` also tries a model that does not pay.
-            is_tried = k == 0 and model_gain < 1
-            can_run = can_run and (gain < model_gain or is_tried)
+            is_probe = k == 0 and model_gain < 1
+            can_run = can_run and (gain < model_gain or is_probe)
         else:
             k = draft_length.fixed if any(expected) else 0
         # 0: the model does not pay yet, and runs again later.
@@ -137,8 +137,8 @@ class HybridDraft(SuffixDraft):
             return
         cost = num_tokens if step.runs_model else step.costs.round(step.k, runs_model=False)
         decay = DECAY**num_tokens
-        self.num_tokens = self.num_tokens * decay + num_tokens
-        self.cost_alone = self.cost_alone * decay + cost
+        self.decided_tokens = self.decided_tokens * decay + num_tokens
+        self.suffix_cost = self.suffix_cost * decay + cost
 
     def passes(self, k: int) -> int:
         return self.model_draft.passes(k)

@@ -154,7 +154,7 @@ def test_auto_also_weighs_what_a_round_costs():
     assert choice([[0.99] * 8, [], []], [True] * 3, cheap) == (8, [0], True)
 
 
-def test_a_model_that_is_hardly_known_is_tried():
+def test_a_model_that_is_hardly_known_is_probe():
     """A draft that costs 0.5 a token has to have 0.6 of its tokens accepted. A half of four
     positions is too few, but may have been bad luck: the model's turn comes, until 64 positions
     say the same. A suffix draft that pays is taken all the same while the model waits."""
@@ -191,13 +191,13 @@ def test_a_model_rests_where_the_suffix_draft_alone_is_faster():
     while drafter.choose_k(requests, 0, length) == 0:
         decided(drafter, 0, 1, runs_model=True)
         steps += 1
-    rate = drafter.num_tokens / drafter.cost_alone
+    rate = drafter.decided_tokens / drafter.suffix_cost
     assert 5 < steps < 64 and rate == pytest.approx(model_gain, rel=0.05)
     decided(drafter, 8, 9, runs_model=True)
-    assert 1 < drafter.num_tokens / drafter.cost_alone < rate
+    assert 1 < drafter.decided_tokens / drafter.suffix_cost < rate
     for _ in range(100):
         decided(drafter, 8, 9, runs_model=True)
-    assert drafter.num_tokens / drafter.cost_alone == pytest.approx(1.0, rel=1e-3)
+    assert drafter.decided_tokens / drafter.suffix_cost == pytest.approx(1.0, rel=1e-3)
 
 
 # ---------------------------------------------------------------------------------------- batches
@@ -377,7 +377,7 @@ def test_suffix_drafts_go_on_beyond_the_models_context(models):
     assert sum(late) > 0.6 * len(late) > 60
 
 
-def test_a_model_that_did_not_pay_is_tried_again():
+def test_a_model_that_did_not_pay_is_probe_again():
     length = length_of("auto", 0.01)
     chosen = [choice([[]], [True], length)[0] for _ in range(70)]
     assert chosen == [0] * 64 + [min(KS)] * 4 + [0] * 2
