@@ -319,6 +319,7 @@ class LLM:
         if isinstance(prompts, str):
             raise ValueError("prompts is one text: give a list of them")
         seed = settings.pop("seed", 0)
+        validation.check_seed(seed)
         answers = []
         for number, prompt in enumerate(prompts):
             with errors_of_prompt(number):

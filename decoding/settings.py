@@ -1,7 +1,7 @@
 """The settings of a request and their defaults, without torch. decoding/sampling.py applies them.
 
 Setting, SETTINGS   the list that flags, keys of JSON, the fields of Sampling and tensors follow
-check_numbers       ValueError for a number out of range
+check_numbers       ValueError for what is no number, or out of range
 new_tokens          how many tokens an answer may have
 is_random, random_seed   seeds that nobody chose
 """
@@ -9,6 +9,7 @@ is_random, random_seed   seeds that nobody chose
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import NamedTuple
 
 FLOAT32_TINY = 2.0**-126  # the smallest normal number
@@ -89,11 +90,12 @@ SETTINGS: dict[str, Setting] = {
 
 
 def check_numbers(values: Mapping[str, float | None]) -> None:
-    """ValueError for a number out of range. None is neutral."""
+    """ValueError for what is no number, and for one out of range. None is neutral."""
     for name, setting in SETTINGS.items():
         value = values[name]
-        if value is not None and not setting.is_valid(value):
-            raise ValueError(f"{name} = {value} must {setting.rule}")
+        is_valid = isinstance(value, Real) and setting.is_valid(value)
+        if value is not None and not is_valid:
+            raise ValueError(f"{name} = {value!r} must {setting.rule}")
 
 
 def new_tokens(requested: int | None, prompt: Sequence[int], limit: int) -> int:

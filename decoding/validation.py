@@ -1,8 +1,10 @@
 """The checks of arguments, from host integers, before anything runs.
 
+    is_whole            a number without a fraction
     value_per_row       one value, or one a row -> a list
     check_lengths       whether prompts and new tokens fit in the context
     PromptError         its error, which has the prompt's row and the reason apart
+    check_seed          a seed
     check_settings      seed, stop ids and logit_bias of a request
     check_logprobs      the number of top tokens to record
 
@@ -12,6 +14,7 @@ project file.
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from numbers import Real
 
 
 class PromptError(ValueError):
@@ -26,6 +29,11 @@ class PromptError(ValueError):
 def reason_of(error: ValueError) -> str:
     """The message for one prompt, which needs no number."""
     return error.reason if isinstance(error, PromptError) else str(error)
+
+
+def is_whole(value) -> bool:
+    """Is it a number without a fraction, as 5 and 5.0 are?"""
+    return isinstance(value, Real) and value % 1 == 0
 
 
 def value_per_row(name: str, value, rows: int) -> list:
@@ -45,8 +53,8 @@ def check_lengths(
         raise ValueError("no prompt: give at least one")
     V = model.config.vocab_size
     for row, (prompt, new) in enumerate(zip(prompts, budgets, strict=True)):
-        if not 1 <= new < math.inf or new != int(new):
-            raise ValueError(f"max_new_tokens = {new} must be a number of tokens, at least 1")
+        if not is_whole(new) or new < 1:
+            raise ValueError(f"max_new_tokens = {new!r} must be a number of tokens, at least 1")
         if not len(prompt):
             raise PromptError(
                 row, "is empty: it needs a token, because the model has no BOS to start from"
@@ -70,6 +78,14 @@ def unknown_id(ids: Iterable[int], vocab_size: int) -> str:
     return ""
 
 
+def check_seed(seed: int) -> None:
+    """ValueError for a seed of more than 64 bits."""
+    if not is_whole(seed) or not -(2**63) <= seed < 2**63:
+        raise ValueError(
+            f"seed = {seed!r} must lie between -2^63 and 2^63 - 1: seeds are 64-bit integers"
+        )
+
+
 def check_settings(
     model,
     sampling,
@@ -79,10 +95,7 @@ def check_settings(
 ) -> None:
     """ValueError for a seed of more than 64 bits, too many stop ids, or a logit_bias of unknown
     tokens."""
-    if not -(2**63) <= seed < 2**63 or seed != int(seed):
-        raise ValueError(
-            f"seed = {seed} must lie between -2^63 and 2^63 - 1: seeds are 64-bit integers"
-        )
+    check_seed(seed)
     if len(stop_ids) > max_stop_ids:
         raise ValueError(f"{len(stop_ids)} stop ids are more than the {max_stop_ids} that fit")
     if problem := unknown_id(dict(sampling.logit_bias), model.config.vocab_size):

@@ -286,6 +286,13 @@ def copy_files(folder: Path, other: Path) -> None:
         shutil.copyfile(file, copy)
 
 
+def is_message(message) -> bool:
+    """Is it a dict with a role that says or calls something?"""
+    if not isinstance(message, dict) or "role" not in message:
+        return False
+    return message.get("content") is not None or bool(message.get("tool_calls"))
+
+
 def conversation_ids(
     tokenizer: Tokenizer,
     messages: list[dict],
@@ -297,8 +304,7 @@ def conversation_ids(
     prefill last. ValueError for messages that say nothing, for what the template does not read, and
     without one for variables, tools and calls of them."""
     for number, message in enumerate(messages):
-        is_dict = isinstance(message, dict)
-        if not is_dict or "role" not in message or not message.keys() & {"content", "tool_calls"}:
+        if not is_message(message):
             raise ValueError(f"message {number} must be a dict with a role and a content")
     if tokenizer.template is not None:
         return tokenizer.chat(messages, tools=tools, prefill=prefill, **names)

@@ -17,8 +17,8 @@ PROMPT_END = 16  # tokens, in which a template may begin thoughts
 
 NO_CALLS = (
     "tools: this server reads no calls of the model's chat template. It reads those of"
-    f" {', '.join(form.family for form in CALL_FORMATS)}; JSON of a schema works with every model,"
-    " and tool_choice none leaves tools out"
+    f" {', '.join(form.family for form in CALL_FORMATS)}; JSON of a schema works with every model"
+    " (response_format, or text.format of /v1/responses), and tool_choice none leaves tools out"
 )
 
 
