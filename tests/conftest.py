@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +50,21 @@ def pytest_report_header() -> str | None:
     if not missing_packages:
         return None
     return f"left out without {', '.join(missing_packages)}: {', '.join(collect_ignore)}"
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves tests out by their markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what `one_in(n)` leaves out: of a function's cases all but every nth."""
+    cases = Counter()
+    for item in items:
+        marker = item.get_closest_marker("one_in")
+        if marker is None:
+            continue
+        (n,) = marker.args
+        function, _, _ = item.nodeid.partition("[")
+        if cases[function] % n:
+            item.add_marker("slow")
+        cases[function] += 1
 
 
 STEADY_S = decoding.warmup.STEADY_S

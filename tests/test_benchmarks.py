@@ -111,6 +111,7 @@ def test_results_merge_by_id(tmp_path):
     assert b["hardware"] == result["hardware"] != "elsewhere"
 
 
+@pytest.mark.slow
 def test_a_peer_that_fails_is_a_row_and_the_others_go_on(monkeypatch, tmp_path, capsys):
     """Its stderr is kept, and its line in a table says so. A worker of ours that fails ends the
     run."""
@@ -141,6 +142,7 @@ def test_rounds_of_the_same_work_that_differ_much_are_called_unsteady():
     assert row("a", [10.0, 19.0], "tokens", "note")["note"] == "note"
 
 
+@pytest.mark.slow
 def test_races_without_a_draft_have_no_prediction():
     """The report of a run that drafted nothing predicts 1 and has no costs."""
     model = load_model(ROOT / "checkpoints" / "demo")
@@ -170,6 +172,7 @@ def test_the_tables_of_the_pages_say_what_the_files_say():
     assert set(re.findall(r"<!-- table (\w+) -->", "".join(texts.values()))) == TABLES.keys()
 
 
+@pytest.mark.slow
 def test_the_price_of_identical_text_is_measured(monkeypatch):
     """At a tiny shape. The step without exactness changes the products' attributes, which may have
     been renamed."""
@@ -571,6 +574,7 @@ def test_a_hybrid_is_compared_with_the_better_of_its_two():
     assert rows["smollm2.hybrid.copy.model.tok_s"]["value"] == 5
 
 
+@pytest.mark.slow
 def test_the_engines_of_a_comparison_share_costs_and_write_the_plain_text(monkeypatch):
     """Where every step costs as much as a plain one, tokens by costs are tokens a step."""
     costs = Costs(0.5, dict.fromkeys((0, 1, 2, 3, 5, 8, 16), 0.0), dict.fromkeys((1, 2, 16), 0.5))
@@ -598,6 +602,7 @@ def test_the_engines_of_a_comparison_share_costs_and_write_the_plain_text(monkey
         comparison.answers([request])
 
 
+@pytest.mark.slow
 def test_the_hybrid_is_measured_in_every_kind_of_text(tmp_path, monkeypatch):
     assert measured(tmp_path, monkeypatch, "hybrid") == {}, "no --hybrid, no rows"
     folder = str(DEMO.with_name("demo-draft"))

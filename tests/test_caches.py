@@ -298,6 +298,7 @@ def test_drafted_greedy_text_is_plain_greedy_text(kind):
     )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", CODED)
 def test_any_number_of_queries_leaves_the_same_codes(kind):
     """A prompt at once, in pieces of 5, and token by token: what later passes read is the same, bit
@@ -356,6 +357,7 @@ class Dequantized(KVCache):
         )
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("kind", CODED)
 @pytest.mark.parametrize("family", ["llama-3", "mistral-v0.1", "gpt-oss", "gemma-3"])
 def test_logits_are_those_of_dequantized_caches(family, kind, folder_of):
@@ -429,6 +431,7 @@ def test_integers_need_a_rotation_and_floats_are_worse_for_it():
     assert divergence[Int8Cache] < divergence[Fp8Cache] / 10
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("family", ["llama-3", "mistral-v0.1", "gpt-oss", "qwen3-moe-mixed"])
 def test_rows_and_drafts_have_their_own_text(family, folder_of):
     """Rows of a batch, drafted or not, are what they are alone, with windows, sinks and experts."""
@@ -504,6 +507,7 @@ def test_compiled_steps(kind):
     assert texts[0] == texts[1] and [len(text) for text in texts[0]] == [50, 50]
 
 
+@pytest.mark.slow
 def test_sampling_is_lossless_on_its_own_caches():
     """A draft that is the target is always accepted only if both passes have the same bits."""
     engine = Engine(demo(), 1, 160, drafter=ModelDraft(demo()), speculate_k=4, cache_type=Int8Cache)

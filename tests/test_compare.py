@@ -121,6 +121,7 @@ def test_the_first_difference(monkeypatch, capsys, prompt_file, a, b):
             assert top.indices[0] == want[1]
 
 
+@pytest.mark.slow
 def test_a_prompt_has_settings_on_its_line(monkeypatch, capsys, tmp_path):
     (tmp_path / "p.jsonl").write_text(
         '{"prompt": "One day", "temperature": 0.9, "seed": 4, "max_new_tokens": 5}'
@@ -262,6 +263,7 @@ def test_the_first_difference_of_any_run(others, want):
         assert ("a in another run" in script.outcome(report, "float32")) == (want[0] == "a")
 
 
+@pytest.mark.slow
 def test_equal_weights_are_loaded_once_and_defaults_are_shared(tmp_path):
     """A context of one side holds for both, where no flag says how many tokens. One draft ends
     before it."""

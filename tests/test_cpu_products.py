@@ -151,6 +151,7 @@ def test_sums_of_digits_on_the_left_are_exact(with_tiles, M):
     assert torch.allclose(got.double(), want, rtol=2**-22, atol=0)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("scheme", [None, "int8"])
 def test_drafted_text_is_plain_text_with_weights_on_the_left(with_tiles, small_is_large, scheme):
     settings = {"sampling": Sampling(0), "max_new_tokens": 40}
@@ -323,6 +324,7 @@ def test_what_is_not_finite_stays_visible(small_is_large, wrong):
 # ----------------------------------------------------------------------------------------- models
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("family", ["llama-3.2", "qwen2", "qwen3-biased", "mistral-v0.1"])
 def test_a_packed_model_says_the_same(folder_of, small_is_large, family):
     """Greedy ids in float32, memory let go, bytes of a step counted alike; a tied embedding keeps

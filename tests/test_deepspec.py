@@ -111,6 +111,7 @@ def target(target_folder):
     return load_model(target_folder, dtype=torch.float32)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("plain", [0, 34])
 @pytest.mark.parametrize("rank", [0, RANK])
 def test_dspark_is_its_twin(rank, plain, target, target_folder, tmp_path):
@@ -121,6 +122,7 @@ def test_dspark_is_its_twin(rank, plain, target, target_folder, tmp_path):
     assert worst < 1e-5 and len(accepted) > 2
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("rank", [0, RANK])
 def test_every_position_of_a_block_draws(rank, target, target_folder, tmp_path):
     folder = dspark_folder(tmp_path / "draft", rank)
@@ -140,6 +142,7 @@ def test_every_position_of_a_block_draws(rank, target, target_folder, tmp_path):
         Engine(target, 1, 60, drafter=drafter, speculate_k=BLOCK + 1)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("broken", ["z-lab's first", "no bias", "bias of another token"])
 def test_a_broken_dspark_is_caught(broken, target, target_folder, tmp_path, monkeypatch):
     folder = dspark_folder(tmp_path / "draft")
@@ -181,6 +184,7 @@ class ForgetsTheDraw(DFlashDraft):
         self.probs[:, index] = claimed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [3, *(pytest.param(k, marks=pytest.mark.attack) for k in (1, 4))])
 def test_sequences_have_the_targets_joint_law(k):
     """q of a token depends on the one drawn before it."""
@@ -189,6 +193,7 @@ def test_sequences_have_the_targets_joint_law(k):
     assert p_value(counts, joint_law(model, LONG_PROMPT, TAIL, Sampling(1))) > 1e-6
 
 
+@pytest.mark.slow
 def test_a_broken_law_is_caught():
     model = tiny(3)
     counts = sequences(model, ForgetsTheDraw(tiny_dspark(model)), Sampling(1), 3, runs=1)
@@ -297,6 +302,7 @@ class Qwen3EagleTwin(EagleTwin):
         return torch.stack(probs)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("plain", [0, 34])
 def test_eagle_is_its_twin(plain, target, target_folder, tmp_path):
     folder = written(tmp_path / "draft", EAGLE, qwen3_eagle_tensors())

@@ -204,6 +204,7 @@ def target(target_folder):
     return load_model(target_folder, dtype=torch.float32)
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("plain", [0, 34])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_dflash_is_its_twin(variant, plain, target, target_folder, tmp_path):
@@ -238,6 +239,7 @@ def test_blocks_at_the_end_of_the_context(target, target_folder, tmp_path):
         ).abs().max() < 1e-4
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "broken", ["causal", "layer ids", "context normed", "masks", "stale context"]
 )
@@ -278,6 +280,7 @@ def a_pair(windows: tuple = (None, None)) -> tuple[Transformer, DFlashModel]:
     return target, tiny_dflash(target, 0.3, windows)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("windows", [(9, None), (9, 9)])
 def test_greedy_equals_plain_greedy_with_windows(windows):
     target, draft = a_pair(windows)

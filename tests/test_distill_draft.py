@@ -575,6 +575,7 @@ def test_the_target_continues_the_text(small_target, text, tmp_path, run_main, f
     assert len({tuple(ids[:8]) for ids in documents}) > 4
 
 
+@pytest.mark.slow
 def test_a_gguf_target_answers_prompts(
     story_tokenizer, tmp_path, monkeypatch, run_main, fixed_costs
 ):

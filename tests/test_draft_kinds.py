@@ -45,6 +45,7 @@ def test_the_flag_names_every_kind():
     assert tuple(KINDS) == DRAFT_KINDS
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "name, vocab",
     [("pard", None), ("eagle3", None), ("eagle3", 40), ("dflash", None), ("dspark", None)],
@@ -347,6 +348,7 @@ def test_a_trained_dspark_keeps_the_law(tmp_path):
     assert p_value(counts, law) < 1e-12
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["model", "pard"])
 def test_all_layers_of_a_target_begin_as_the_target(name, tmp_path, folder_of, monkeypatch):
     """Before the first step such a draft is the target, so that its first token is accepted always,

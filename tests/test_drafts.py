@@ -276,6 +276,7 @@ def target(target_folder):
     return load_model(target_folder, dtype=torch.float32)
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("plain", [0, 32])
 @pytest.mark.parametrize("kind", ["safeai", "speculators", "switches"])
 def test_eagle_is_its_twin(kind, plain, target, target_folder, tmp_path):
@@ -312,6 +313,7 @@ def test_a_draft_whose_cache_is_longer_reads_no_state_of_a_free_slot(monkeypatch
     assert [request.tokens for request in requests] == [plain[0], plain[1][:4], plain[2]]
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("plain", [0, 32])
 @pytest.mark.parametrize("family", ["llama-3.1", "qwen3", "mistral-v0.1"])
 def test_pard_is_its_twin(family, plain, target, folder_of, tmp_path):
@@ -332,6 +334,7 @@ def test_a_pard_mask_is_an_id_of_the_draft(has_other_ids, target, tmp_path, monk
     assert pard.load(tmp_path, 6, target, None).mask == (4 if has_other_ids else 6)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("broken", ["masks stay", "masks stay, plain steps", "another mask"])
 def test_a_broken_pard_is_caught(broken, target, target_folder, tmp_path):
     class Forgets(PardDraft):
@@ -522,6 +525,7 @@ def test_greedy_equals_plain_greedy(kind, k):
     )
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sampled_row_equals_its_prompt_alone(kind):
     target, draft = pair()
@@ -535,6 +539,7 @@ def test_a_sampled_row_equals_its_prompt_alone(kind):
     assert rows_of(target, PROMPTS, **options) == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     ["eagle", *(pytest.param(kind, marks=pytest.mark.attack) for kind in KINDS if kind != "eagle")],
@@ -581,6 +586,7 @@ def with_context(drafter, num_positions: int):
     return drafter
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("kind", [*KINDS, "model"])
 def test_texts_decode_plainly_beyond_the_drafts_context(kind, capsys):
     """Rows that begin far below, shortly below and beyond 12 positions, side by side: greedy text
@@ -611,6 +617,7 @@ def test_texts_decode_plainly_beyond_the_drafts_context(kind, capsys):
     assert rows_of(target, [prompts[4]], engine=engine, max_new_tokens=20) == [want[4][:20]]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sampled_row_equals_its_prompt_alone_beyond_the_drafts_context(kind):
     target, draft = pair()
@@ -922,6 +929,7 @@ def shorter_tokenizer(tmp_path_factory):
     return folder / "tokenizer.model"
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["eagle", "pard", "shared", "shared pard"])
 @pytest.mark.parametrize("options", [[], ["--draft_quantize", "int8"]], ids=["plain", "int8"])
 def test_the_command_line_takes_every_kind(

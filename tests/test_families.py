@@ -287,6 +287,7 @@ def test_gemmas_norms_add_their_offset_in_float32(folder_of):
         assert torch.equal(norm(x), theirs(x))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("scheme", [None, "int8", "int4-g32"])
 def test_gemma_3_drafted_is_plain(scheme, folder_of):
     """Rows of unequal lengths, which leave the windows, by lookup and by some of the layers."""

@@ -53,6 +53,7 @@ FAST_FAMILIES = (
 )
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "family",
     [
@@ -220,6 +221,7 @@ def test_longrope_follows_the_text_so_far_and_not_its_limit(folder_of):
             assert rows == [row[:n] for row, n in zip(want, budgets)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("sampling", [Sampling(0), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", ["llama-3", "mistral-v0.1", "qwen3"])
 def test_a_row_equals_its_prompt_alone(family, sampling, folder_of):

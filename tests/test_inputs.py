@@ -206,6 +206,7 @@ def test_rows_that_end_at_the_limit(kind, limit, model):
             rows_of(model, prompts, max_new_tokens=over, **options)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("kind", ["plain", "model", "layers", "quantized", "ngram"])
 def test_a_used_engine_of_exactly_that_length(kind, model):
     """The cache holds max_seq_length positions and what an earlier batch left in them."""

@@ -65,6 +65,7 @@ def dictated_ids(llm: LLM, text: str) -> list[int]:
 # --------------------------------------------------------------------------------------- one text
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "settings", [{"temperature": 0}, {"temperature": 1.1, "top_k": 40, "seed": 5}]
 )
@@ -142,6 +143,7 @@ def test_closing_a_stream_frees_its_slot():
 # ---------------------------------------------------------------------------------- several texts
 
 
+@pytest.mark.slow
 def test_more_prompts_than_slots_get_what_each_gets_alone(llm):
     for settings in (GREEDY, {"temperature": 1.0, "seed": 7, "max_new_tokens": 30}):
         seed = settings.get("seed", 0)
@@ -161,6 +163,7 @@ def test_streams_may_run_side_by_side(llm):
     assert ["".join(column) for column in zip(*pieces)] == wanted
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "draft, k",
     [("ngram", 3), (DRAFT, 3), pytest.param(str(DRAFT), "auto", marks=pytest.mark.attack)],
@@ -237,6 +240,7 @@ def test_a_logits_processor_is_one_calls():
     assert alone(other, PROMPT, **GREEDY) == without
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("draft", [None, "ngram"])
 def test_an_answer_obeys_its_schema(draft):
     pytest.importorskip("llguidance")
@@ -331,6 +335,7 @@ def test_an_error_while_decoding_names_its_prompt(llm):
 LONG = {"max_new_tokens": 60, "temperature": 0}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", ["bad bias", "bad seed", "closed early"])
 def test_a_call_that_ends_early_leaves_others_alone(how):
     """A stream goes on although another call fails, or drops its answers."""

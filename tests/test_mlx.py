@@ -151,6 +151,7 @@ def written(tmp_path_factory):
 # ------------------------------------------------------------------------------------ whole folders
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("bits, group", SIZES)

@@ -37,6 +37,7 @@ def model(family, folder_of):
     return load_model(folder_of(family), dtype=torch.float32)
 
 
+@pytest.mark.one_in(3)
 @torch.no_grad()
 def test_whole_chunked_and_token_by_token_equal_transformers(family, model):
     tokens = tokens_for(family, 2, 60)

@@ -352,6 +352,7 @@ def test_models_at_the_ends_decide_as_the_twin_does(where, dtype):
     )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("where", BEYOND)
 @pytest.mark.parametrize("sampling", [Sampling(0), Sampling(1), Sampling(0.7, top_k=5)], ids=str)

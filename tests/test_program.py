@@ -1394,6 +1394,7 @@ def required(file: str) -> set[str]:
     )
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("file", [file for file in PROGRAMS if not file.startswith("tests/")])
 def test_every_program_names_the_packages_that_it_lacks(file, tmp_path):
     """With requirements.txt alone it helps, or says in one line how to install the rest."""

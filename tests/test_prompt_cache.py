@@ -84,6 +84,7 @@ KINDS = ["plain", "ngram", "model", "pard", "eagle", "dflash", "shared"]
 # ---------------------------------------------------------------------------------- within a batch
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -110,6 +111,7 @@ def test_rows_that_begin_alike_are_the_prompts_alone(kind, sampling):
     )
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("windows", [(None, None), (None, 24)], ids=["all", "window"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_shared_positions_are_the_same_bits(dtype, windows):
@@ -257,6 +259,7 @@ def test_compiled_prompts():
 # ---------------------------------------------------------------------------- from batch to batch
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -290,6 +293,7 @@ def test_newcomers_take_what_other_slots_hold(kind):
         assert all((prompt + row)[:-1] in held for prompt, row in zip(prompts, got))
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_busy_slot_lends_its_beginning(kind):
     """A request that comes while another decodes takes the positions that they share, decided
@@ -398,6 +402,7 @@ def draft_folder(kind: str, target, folder):
     return written(folder, {**SAFEAI, "vocab_size": 384}, tensors)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("temperature", [0, pytest.param(0.8, marks=pytest.mark.attack)])
 @pytest.mark.parametrize("kind", ["plain", "model", "pard", "eagle", "dflash"])
 def test_a_resumed_run_is_a_fresh_one(kind, temperature, ran, text_folder, tmp_path):
@@ -620,6 +625,7 @@ def test_a_chat_goes_into_the_file(draft, text_folder, tmp_path, capsys, monkeyp
     assert len(load_file(file)["ids"]) > reads[0][0] + 10
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("plain", [0, 7])
 @pytest.mark.parametrize("kind", ["plain", "model", "pard", "eagle", "dflash"])
 def test_a_conversation_is_written_as_far_as_all_models_know_it(kind, plain, text_folder, tmp_path):

@@ -515,6 +515,7 @@ def greedy(model, n: int = 8, **options) -> list[int]:
     ]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("head", [None, "int8"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_quantized_on_the_way_in_from_disk_and_in_memory_agree(scheme, head, wide_folder, tmp_path):
@@ -558,6 +559,7 @@ def test_a_head_alone_is_refused_not_ignored(head, wide_folder):
             build(wide_folder, head_scheme=head)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("flags", "scheme"),
     [
@@ -629,6 +631,7 @@ def test_a_quantization_entry_that_means_nothing_is_refused(value, wide_folder, 
         load_model(folder)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("head", [None, "int8"])
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32", "mxfp6"])
 def test_drafting_with_the_quantized_self(scheme, head, folder_of):

@@ -478,6 +478,7 @@ def assert_holds(model, weights: dict) -> None:
 # ---------------------------------------------------------------------------------- exact layouts
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", EXACT)
 def test_weights_are_the_published_ones(name, written):
     """Bit for bit in float32, whatever the activations' type."""
@@ -502,6 +503,7 @@ def test_a_quantized_head_is_not_tied(written, tmp_path):
     assert torch.equal(load_model(folder).lm_head.dequantized(torch.float32), weights["lm_head"])
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", EXACT)
 def test_logits_are_those_of_the_published_weights(name, written):
     """Against a plain folder of them. In float32 only the order of sums differs: at most 512 terms,
@@ -619,6 +621,7 @@ INEXACT = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", INEXACT)
 def test_what_no_scheme_holds_is_quantized_again_and_said(name, tmp_path, capsys):
     """Within the bounds of the schemes' docstrings."""

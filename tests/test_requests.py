@@ -61,6 +61,7 @@ ASKED = [  # a line's own keys, and the flags that mean the same
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("draft", [[], ["--draft", "ngram:1"]], ids=["plain", "drafted"])
 def test_a_line_gets_what_its_settings_get_alone(draft, text_folder, capsys, tmp_path):
     """In one batch where kinds agree, and in the file's order where they do not."""
@@ -750,6 +751,7 @@ def decoded(model, sampling, **options):
     return rows, [request.top_logprobs for request in timing.requests]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "sampling", [Sampling(0), Sampling(1.7, top_k=20, min_p=0.01)], ids=["greedy", "filtered"]
 )
@@ -777,6 +779,7 @@ def test_log_probabilities_are_those_of_one_pass_over_the_text(draft, sampling, 
             )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_log_probabilities_of_prompts_are_those_of_one_pass(draft, folder_of, monkeypatch):
     """In chunks of 4, full and begun, after a request that leaves the same text in the slot, beside
@@ -834,6 +837,7 @@ def test_ids_are_exact_and_impossible_tokens_have_no_number(text_folder, capsys)
 # ---------------------------------------------------------------------------------------- penalty
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_a_penalised_text_is_transformers(draft, folder_of):
     """64 greedy tokens: earlier tokens count position by position, drafted or not."""
@@ -901,6 +905,7 @@ def test_the_repetition_penalty_is_transformers_processor():
         assert torch.equal(result, RepetitionPenaltyLogitsProcessor(penalty)(tokens, logits))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_a_penalised_text_is_the_naive_one(draft, folder_of):
     """Greedy: one pass over the whole text for each token. Only output counts for presence and

@@ -171,6 +171,7 @@ def made_up(where):
     return attend
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "where, tile",
     [
@@ -330,6 +331,7 @@ def filled(model, tokens: Tensor, upto: int) -> Engine:
 SCHEMES = ("bfloat16", "float16", "float32", "int8", "int4-g32", "fp8")
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "scheme, window, R",
     [
@@ -477,6 +479,7 @@ def plain_texts(quantize: str | None, rows: int) -> list[list]:
     return texts(Engine(model, rows, 160), prompt_ids()[:rows], N_NEW)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("quantize", [None, "int4-g32"], ids=["bfloat16", "int4-g32"])
 @pytest.mark.parametrize("drafter", ["ngram", "layers", "model"])
@@ -501,6 +504,7 @@ def test_a_row_of_a_batch_has_its_own_text():
     assert plain_texts(None, 3)[:1] == plain_texts(None, 1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_sampled_text_of_no_drafted_token_is_plain_text(rows):
     model, sampling = demo(), Sampling(1.0, top_k=40)
@@ -510,6 +514,7 @@ def test_sampled_text_of_no_drafted_token_is_plain_text(rows):
     assert len(set(map(tuple, plain))) == rows and plain != plain_texts(None, rows)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("k", [1, 5])
 def test_a_draft_that_is_the_target_is_always_accepted(k):
     """p / q is 1 only where both passes, over one or two positions and over K + 1, have the same

@@ -168,6 +168,7 @@ def parted(model, drafter: str, num_slots: int, seed: int, **engine_options) -> 
 TRAINED = ("pard", "eagle3", "dflash")
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "num_slots", [5, *(pytest.param(n, marks=pytest.mark.attack) for n in (1, 2, 8))]
 )
@@ -187,6 +188,7 @@ def test_each_request_equals_itself_alone(model_of, drafter, num_slots):
     assert not parted(model, drafter, num_slots, seed=num_slots)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("num_slots", [1, 3, 8])
 def test_greedy_requests_with_a_pool_equal_themselves_alone(model_of, num_slots, monkeypatch):
     """Whatever the pool has read by then. `parted` compares with an engine that has never seen
@@ -209,6 +211,7 @@ def test_a_pool_forgets_the_oldest_answers(model_of):
     assert str(tokens[last])[1:-1] in str([*drafter.pool[0].ids, -1, *drafter.pool[1].ids])
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", [KVCache, pytest.param(Int8Cache, marks=pytest.mark.attack)])
 @pytest.mark.parametrize(
     "quantize", [None, pytest.param("int8", marks=pytest.mark.attack), "int4-g32"]
@@ -220,6 +223,7 @@ def test_in_16_bits_too(model_of, quantize, kind, drafter):
         assert not parted(model, drafter, 4, seed=7, cache_type=kind)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "family", ["mistral-v0.1", "phi-4-mini", pytest.param("gpt-oss", marks=pytest.mark.attack)]
 )

@@ -74,6 +74,7 @@ def name(sampling: Sampling) -> str:
 # --------------------------------------------------------------------- the step, without sampling
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=name)
 @pytest.mark.parametrize("V", [2, 1000, 50_000])
 def test_identity_of_distributions(V, sampling):
@@ -228,6 +229,7 @@ def chain(rows: int, length: int, numbers: Callable) -> Tensor:
     return tokens[:, 1 : length + 1]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("keyed_by_position", [False, True])
 def test_numbers_of_a_round_are_used_in_no_other(keyed_by_position):
     """Over several rounds: numbers that belong to positions are read by a decision before theirs,
@@ -676,6 +678,7 @@ def margins():
     return target, draft, want
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.attack), 5])
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_greedy_equals_plain_greedy(margins, kind, k):
@@ -727,6 +730,7 @@ def test_a_drafter_that_serves_another_engine_by_now_is_refused(margins):
         rows_of(target, PROMPTS, engine=first)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("kind", ["itself", "model", "ngram", "layers", "suffix, pool"])
 def test_every_length_and_stop_inside_a_round(margins, kind):
     """Lengths around the ends of rounds; and with stop ids nothing behind them is yielded, counted
@@ -750,6 +754,7 @@ def test_every_length_and_stop_inside_a_round(margins, kind):
             assert [token.first for token in tokens] == [True] + [False] * (len(cut[row]) - 1)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["itself", "model", "layers", "ngram", "suffix, pool", "poison"])
 def test_the_end_of_the_context(margins, kind):
     """The last round starts at the context's last position, and K drafted tokens would lie beyond
@@ -845,6 +850,7 @@ def test_a_sliding_window_and_qk_norm():
         assert rows_of(target, PROMPTS, max_new_tokens=50, drafter=drafter, speculate_k=4) == want
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["model", "layers", "ngram", "suffix"])
 def test_a_sampled_row_equals_its_prompt_alone(margins, kind):
     """Fixed K: what a row gets does not depend on its company, n-grams of its own included."""
@@ -1140,6 +1146,7 @@ def test_auto_remembers_a_draft_from_one_answer_to_the_next(margins):
     assert ks_of_answer() == first
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("num_rows", [1, 2])
 def test_auto_stops_drafting_as_a_text_grows(margins, num_rows, lag, monkeypatch):

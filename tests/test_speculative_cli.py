@@ -60,6 +60,7 @@ KEYS = {
 }
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", ["checkpoint", "ngram", "suffix", "layers"])
 @pytest.mark.parametrize(
     "k", ["3", *(pytest.param(k, marks=pytest.mark.attack) for k in ("auto", "0"))]

@@ -268,6 +268,7 @@ def test_long_texts_are_tiktokens_own(tiktoken_folder):
     assert load_tokenizer(tiktoken_folder[0]).encode(text, bos=False) == own.encode_ordinary(text)
 
 
+@pytest.mark.slow
 def test_20000_fuzzed_strings(tiktoken_folder, sp_folder, json_folder):
     """Random mixtures of scripts, controls, joiners and special names: ids equal the libraries'
     own."""

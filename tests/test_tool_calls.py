@@ -159,6 +159,7 @@ VALUES = st.recursive(
 OBJECTS = st.dictionaries(st.text(max_size=5), VALUES, max_size=3)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("family", FAMILIES)
 @given(name=NAMES, arguments=st.lists(OBJECTS, min_size=1, max_size=3), data=st.data())
 @settings(max_examples=25, deadline=None)
@@ -192,6 +193,7 @@ FRAGMENTS = [
 ]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("family", FAMILIES)
 @given(fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=9), data=st.data())
 @settings(max_examples=50, deadline=None)
@@ -206,6 +208,7 @@ def test_a_message_does_not_depend_on_the_pieces_of_its_text(family, fragments, 
     assert parsed(form.parser(), *pieces) == parsed(form.parser(), text)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_no_call_stays_as_the_model_wrote_it(family):
     """Every beginning of a call's mark, alone and before other text; calls without tools; the name
@@ -343,6 +346,7 @@ CHAT = {
 }
 
 
+@pytest.mark.slow
 @given(keys=st.fixed_dictionaries({}, optional=CHAT))
 @settings(max_examples=300, deadline=None)
 def test_any_json_is_a_chat_or_a_refusal(keys):

@@ -155,6 +155,7 @@ def same(found: dict, folder) -> None:
     assert found.keys() <= tensors.keys()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("family", DIVISIBLE)
 def test_parts_join_to_every_tensor(family, world, folder_of):
@@ -179,6 +180,7 @@ def test_parts_join_to_every_tensor_of_every_format(scheme, world, wide, tmp_pat
     same(joined(tmp_path / "q", world, scheme, scheme), tmp_path / "q")
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_stored_part_dequantizes_to_its_slice(scheme, wide, tmp_path):
     """By definition, on the fused matrices: rank 1 of 2 holds the second half of q's rows, then of

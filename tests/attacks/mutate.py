@@ -1,5 +1,5 @@
 """Do the tests notice a slip? Small mistakes drawn at random from the code, one at a time, against
-its fast tests.
+its fast and slow tests.
 
     python -m tests.attacks.mutate [--sample N | all] [--only FILE ...] [--minutes M] [--write
     benchmarks/mutation.json]
@@ -48,6 +48,7 @@ from tqdm import tqdm
 from benchmarks.record import commit_of_checkout, record
 from cli.errors import exit_on_error
 from cli.flags import Parser, positive
+from tests.attacks.processors import NOTHING_COMPILED
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 300  # for the tests of the unchanged code
@@ -343,6 +344,8 @@ for line in sys.stdin:
             "-p",
             "no:anyio",
             f"--basetemp={self.tree}-files",
+            "-m",
+            NOTHING_COMPILED,
         ]
         # of the seconds of every test
         file = self.tree.parent / hashlib.sha256(tests.encode()).hexdigest()

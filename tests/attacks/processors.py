@@ -44,6 +44,11 @@ TESTS = (
     "test_cpu_products.py",
 )
 
+# all fast and slow tests
+NOTHING_COMPILED = (
+    "not (compiled or ranks or readme or attack or browser or long or real or generated)"
+)
+
 
 def cpu_flags() -> set[str]:
     """Of this machine's first processor; none where the system does not say."""
@@ -59,7 +64,8 @@ def run_level(isa: str, capability: str, args: list[str]) -> dict:
     env = {name: value for name, value in os.environ.items() if name not in settings}
     env |= {name: value for name, value in settings.items() if value.lower() != "default"}
     start = time.perf_counter()
-    command = [sys.executable, "-m", "pytest", "-rf", "-o", "console_output_style=classic", *args]
+    options = ["-rf", "-o", "console_output_style=classic", "-m", NOTHING_COMPILED]
+    command = [sys.executable, "-m", "pytest", *options, *args]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     failed = re.findall(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
     crashed = done.returncode not in (0, 1) or (done.returncode == 1 and not failed)
@@ -82,7 +88,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         "--levels", nargs="+", choices=names, default=names, metavar="ISA/CAPABILITY"
     )
     parser.add_argument(
-        "--all", action="store_true", help="all default tests, not those of texts and bits alone"
+        "--all", action="store_true", help="all fast and slow tests, not those of texts alone"
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="results as JSON")
     parser.add_argument(
