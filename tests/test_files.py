@@ -422,7 +422,7 @@ def test_rank_0_waits_for_the_results_of_another_replica(monkeypatch, capsys):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("nproc, tp", [(4, 2), (2, 1)])
+@pytest.mark.parametrize("nproc, tp", [(4, 2), pytest.param(2, 1, marks=pytest.mark.long)])
 def test_replicas_share_a_file(nproc, tp, text_folder, capsys, tmp_path):
     """Each line once, as one process answers it, whatever replica did; an error of any of them is
     named and is the status. Each replica takes the next line when a slot is free: none waits behind

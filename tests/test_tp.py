@@ -632,6 +632,7 @@ def test_two_ranks_equal_one_process(cases, alone, tmp_path):
     check_ranks(2, {name: cases[name] for name in ON_TWO}, alone, tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_four_ranks_equal_one_process(cases, alone, tmp_path):
     check_ranks(4, {name: cases[name] for name in ON_FOUR}, alone, tmp_path)
