@@ -314,6 +314,7 @@ def test_clients_of_seconds(name, monkeypatch):
     assert results["counts"]["answered"] > 10 and {key for key in signs if signs[key]} == (
         {sign} - {None}
     ), results
+    assert results["failed"] == (sign is not None), results
 
 
 # ------------------------------------------------------------------------------------- processors

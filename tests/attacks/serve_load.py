@@ -42,6 +42,8 @@ DID = (" saw a", " went home.", ", who was very sad,", "", " had a big red ball 
 NEW, SEEDS, WARM = 48, 3, {"temperature": 0.9, "top_p": 0.95}
 GROWTH = 1.05  # of resident memory that passes for none
 SERVER = ("-m", "scripts.serve")
+# Lines of a server's log that tell no fault: of its start and end, of requests, and of refusals.
+EXPECTED = r"\s*(load |listening|INFO:|WARNING:  POST \S+: 4\d\d,|$)"
 
 
 def decoded(flags: list[str], rows: list[dict], models: list[str] = PAIR) -> list[dict]:
@@ -242,11 +244,7 @@ def load(args: argparse.Namespace) -> dict:
     )
     status, counts = server.end(), dict(found.counts)
     lost = counts["asked"] - counts["answered"]
-    log = [
-        line
-        for line in server.log
-        if line.strip() and not line.lstrip().startswith(("load ", "listening"))
-    ]
+    log = [line for line in server.log if not re.match(EXPECTED, line)]
     failed = bool(found.wrong or lost or after > GROWTH * before or status or log)
     return {
         "minutes": args.minutes,
