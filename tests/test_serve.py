@@ -41,6 +41,7 @@ from scripts import serve, serve_flags
 from scripts.batches import Decoder, Job, Row
 from scripts.openai_form import Answer, Chat, Event, Refusal, Token, read_request
 from scripts.other_servers import NEUTRAL
+from weights.walker import pack_model
 
 pytestmark = pytest.mark.attack  # half a minute on two cores
 
@@ -134,7 +135,8 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def model():
-    return load_model(DEMO)
+    """As the programs hold it: packed weights round otherwise on some processors."""
+    return pack_model(load_model(DEMO))
 
 
 @pytest.fixture(scope="module")
