@@ -2,6 +2,7 @@
 that folder."""
 
 import contextlib
+import functools
 import json
 import re
 import shutil
@@ -641,14 +642,16 @@ def test_a_gguf_target_answers_prompts(
 @pytest.mark.attack
 def test_a_chat_model_asks_itself_questions(tmp_path, monkeypatch):
     """Question n is what the model alone writes with seed n, where its template puts a user's
-    message."""
+    message. In float32: some processors round bfloat16 otherwise with 24 rows than with one."""
     folder = shutil.copytree("checkpoints/demo", tmp_path / "chat")
     (folder / "chat_template.jinja").write_text("Tom said:\n{{ messages[0]['content'] }} The end.")
     monkeypatch.setattr(self_prompts, "BATCH", 24)
     monkeypatch.setattr(self_prompts, "MAX_TOKENS", 220)
+    in_float32 = functools.partial(load_model, dtype=torch.float32)
+    monkeypatch.setattr(self_prompts, "load_model", in_float32)
     questions = self_prompts.questions(folder, 2)
     assert len(set(questions)) == 2 and questions == self_prompts.questions(folder, 2)
-    model, tokenizer = load_model(folder), load_tokenizer(folder)
+    model, tokenizer = in_float32(folder), load_tokenizer(folder)
     settings = {"sampling": Sampling(1.0), "max_new_tokens": 220, "stop_ids": tokenizer.stop_ids}
     for seed in range(24):
         prompt = tokenizer.encode("Tom said:\n", bos=False)
