@@ -88,7 +88,9 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         "--levels", nargs="+", choices=names, default=names, metavar="ISA/CAPABILITY"
     )
     parser.add_argument(
-        "--all", action="store_true", help="all fast and slow tests, not those of texts alone"
+        "--all",
+        action="store_true",
+        help="all fast and slow tests, not those of texts and bits alone",
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="results as JSON")
     parser.add_argument(

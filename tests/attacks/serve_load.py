@@ -42,8 +42,9 @@ DID = (" saw a", " went home.", ", who was very sad,", "", " had a big red ball 
 NEW, SEEDS, WARM = 48, 3, {"temperature": 0.9, "top_p": 0.95}
 GROWTH = 1.05  # of resident memory that passes for none
 SERVER = ("-m", "scripts.serve")
-# Lines of a server's log that tell no fault: of its start and end, of requests, and of refusals.
-EXPECTED = r"\s*(load |listening|INFO:|WARNING:  POST \S+: 4\d\d,|$)"
+# Lines of a server's log that report no fault: its start and end, requests but those of status 5xx,
+# and refusals.
+EXPECTED_LINE = r"\s*(load |listening|INFO:(?!.*\" 5\d\d )|WARNING:  POST \S+: 4\d\d,|$)"
 
 
 def decoded(flags: list[str], rows: list[dict], models: list[str] = PAIR) -> list[dict]:
@@ -244,7 +245,7 @@ def load(args: argparse.Namespace) -> dict:
     )
     status, counts = server.end(), dict(found.counts)
     lost = counts["asked"] - counts["answered"]
-    log = [line for line in server.log if not re.match(EXPECTED, line)]
+    log = [line for line in server.log if not re.match(EXPECTED_LINE, line)]
     failed = bool(found.wrong or lost or after > GROWTH * before or status or log)
     return {
         "minutes": args.minutes,
