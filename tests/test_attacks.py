@@ -8,6 +8,7 @@ import argparse
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -315,6 +316,28 @@ def test_clients_of_seconds(name, monkeypatch):
         {sign} - {None}
     ), results
     assert results["failed"] == (sign is not None), results
+
+
+REQUEST = 'INFO:     127.0.0.1:40000 - "POST /v1/completions HTTP/1.1" '
+
+
+@pytest.mark.parametrize(
+    "line, is_expected",
+    [
+        ("INFO:     Started server process [7]", True),
+        (REQUEST + "200 OK", True),
+        (REQUEST + "400 Bad Request", True),
+        (REQUEST + "500 Internal Server Error", False),
+        (REQUEST + "503 Service Unavailable", False),
+        ("WARNING:  POST /v1/completions: 400, max_tokens = -1", True),
+        ("WARNING:  POST /v1/completions: 503, too many requests", False),
+        ("ERROR:    POST /v1/completions: 500, the answer failed", False),
+        ("ERROR:    Exception in ASGI application", False),
+        ("Traceback (most recent call last):", False),
+    ],
+)
+def test_a_line_of_a_servers_log_is_a_fault(line, is_expected):
+    assert bool(re.match(serve_load.EXPECTED_LINE, line)) == is_expected
 
 
 # ------------------------------------------------------------------------------------- processors
