@@ -1,6 +1,10 @@
-"""LoRA adapters against peft's own merge."""
+"""LoRA adapters against peft's own merge.
+
+peft takes seconds to import, so functions import it: the fast tests leave this file out.
+"""
 
 import contextlib
+import importlib.util
 import json
 import shutil
 
@@ -15,9 +19,11 @@ from loading.checkpoint import Checkpoint, load_model
 from loading.target import load_target
 from weights.walker import quantize_model
 
-peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.attack
+pytestmark = [
+    pytest.mark.attack,
+    pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed"),
+]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 
@@ -47,6 +53,8 @@ def base(tmp_path_factory):
 
 def adapter(base, folder, **options):
     """(folder, the merged model of peft) of an adapter with random weights."""
+    import peft
+
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
     torch.manual_seed(5)
@@ -93,6 +101,8 @@ def test_merged_weights_are_pefts(base, tmp_path, options):
 
 
 def test_without_lora_alpha_it_is_pefts_default(base, tmp_path):
+    import peft
+
     folder, theirs = adapter(base, tmp_path / "adapter", r=4, target_modules=["q_proj"])
     file = folder / "adapter_config.json"
     settings = json.loads(file.read_text())
@@ -158,6 +168,8 @@ def changed(folder, target, **keys):
 
 
 def test_other_adapters_are_refused_by_name(base, tmp_path):
+    import peft
+
     folder, _ = adapter(base, tmp_path / "adapter", r=4, target_modules=ATTENTION)
     for number, (key, value) in enumerate(
         {
