@@ -42,6 +42,7 @@ from scripts.draft_text import Windows, hide, hold_out, ids_of
 from speculative import Costs
 
 DEMO, CONTEXT = ROOT / "checkpoints" / "demo", 64
+STORIES = ROOT / "checkpoints" / "stories.txt"
 SHAPE = (
     "--layers",
     1,
@@ -702,10 +703,11 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("change, message", REFUSED)
-def test_refusals(text, tmp_path, run_main, change, message):
+def test_refusals(tmp_path, run_main, change, message):
     """Of flags, or of another content of the text."""
-    if isinstance(change, bytes):
-        text.write_bytes(change)
-    status, lines = run_main(flags(text, tmp_path, **({} if isinstance(change, bytes) else change)))
+    text = tmp_path / "stories.txt"
+    is_content = isinstance(change, bytes)
+    text.write_bytes(change if is_content else STORIES.read_bytes())
+    status, lines = run_main(flags(text, tmp_path, **({} if is_content else change)))
     assert status == 2 and len(lines) == 1 and message in lines[0], lines
     assert not (tmp_path / "draft").exists() and not (tmp_path / "draft.partial").exists()

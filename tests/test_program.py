@@ -716,14 +716,6 @@ def test_old_torch_is_refused_plainly(monkeypatch, capsys):
             )
 
 
-def test_start_up_imports_nothing_it_does_not_need():
-    """Start-up is latency: transformers and friends are for tests and optional scripts."""
-    unwanted = {"transformers", "matplotlib", "lm_eval", "huggingface_hub"}
-    code = f"import sys, cli.main; sys.exit(', '.join({unwanted} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stderr.strip() == ""
-
-
 def test_the_version_names_torch(capsys):
     with pytest.raises(SystemExit) as exit:
         parse_args(["--version"])

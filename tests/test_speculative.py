@@ -428,11 +428,11 @@ def drafter_of(kind: str, model: Transformer) -> Drafter:
 @pytest.mark.parametrize(
     "kind, sampling, k",
     [
-        ("model", Sampling(1), 3),
+        ("model", Sampling(1.5, top_k=3, top_p=0.9), 2),
         *(
             pytest.param(*case, marks=pytest.mark.attack)
             for case in [
-                ("model", Sampling(1.5, top_k=3, top_p=0.9), 2),
+                ("model", Sampling(1), 3),
                 ("layers", Sampling(0.8, top_p=0.8), 2),
                 ("ngram", Sampling(1), 3),
                 ("model", Sampling(0.3), 8),

@@ -61,8 +61,8 @@ drafts::turns_keep experts::drafts_of_sparse experts::every_matrix generate::64_
 grammar::grammars_come grammar::json_obeys grammar::masked prompt_cache::a_resumed
 prompt_cache::newcomers prompt_cache::rows_that_begin program::a_chat_on program::a_closed_pipe
 program::a_full_disk program::a_terminal program::a_whole_run program::ctrl_c program::every_program
-program::start_up rounding::a_kept rounding::drafted_greedy rounding::logits_are
-serve::a_request_for_many serve::the_evaluation slots::in_16_bits speculative_cli::greedy_json
+rounding::a_kept rounding::drafted_greedy rounding::logits_are serve::a_request_for_many
+serve::the_evaluation slots::in_16_bits speculative_cli::greedy_json
 """
 TESTS = {
     "generate.py": "llm engine requests generate interrupts",
