@@ -325,7 +325,7 @@ def open_other_format(
         quantized = reader.find_matrices(layouts, tensors, shapes)
         expected = reader.expected_tensors(quantized, expected_tensors(config, plain), tensors)
         check_headers(checkpoint.path, expected, tensors, config.tie_embeddings)
-    schemes = reader.choose_schemes(quantized)
+        schemes = reader.choose_schemes(quantized)
     read = reader.tensor_reader(quantized, schemes, tensor_reader(tensors))
     return reader.stored_form(quantized, schemes), read
 

@@ -27,10 +27,11 @@ from torch import Tensor
 
 import loading.plain_files as plain_files
 from loading.families import Family
-from loading.plain_files import one_line
+from loading.plain_files import one_line, short_repr
 from weights.formats import row_chunks
 
 MAX_NAMES = 8  # tensors that an error lists; it counts the rest
+MAX_FILE_NAME = 255  # bytes, on the usual file systems
 
 
 def read_json(file: Path) -> dict:
@@ -79,11 +80,19 @@ def tensor_files(folder: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: weight_map is missing or empty; fetch the file again")
-    for name in weight_map.values():
-        if not isinstance(name, str) or not name.isprintable():
-            raise ValueError(f"{index}: weight_map has {name!r} where a file's name must stand")
+    for value in weight_map.values():
+        if not is_file_name(value):
+            raise ValueError(
+                f"{index}: weight_map has {short_repr(value)} where a file's name must stand"
+            )
     names = sorted({Path(name).name for name in weight_map.values()})
     return [folder / name for name in names]
+
+
+def is_file_name(value: object) -> bool:
+    if not isinstance(value, str) or not value.isprintable():
+        return False
+    return len(Path(value).name.encode()) <= MAX_FILE_NAME
 
 
 def open_tensors(files: list[Path]) -> dict[str, object]:

@@ -4,9 +4,11 @@ file_exists         whether a file exists; a dangling link is an error
 plain_file          refuses pipes, huge files and Git LFS pointers
 refuse_lfs_pointer  what git leaves in place of a large file without Git LFS
 read_json           a JSON object from a file; empty without the file
+parse_json          a JSON object from bytes
 is_gguf             whether a file begins like one of llama.cpp's
 error_prefix        puts a file's name in front of a ValueError
 one_line            an error's message on one line
+short_repr          a value of a file as errors show it
 """
 
 import contextlib
@@ -52,12 +54,20 @@ def read_json(file: Path) -> dict:
     if not file_exists(file):
         return {}
     try:
-        text = plain_file(file).read_text(encoding="utf-8-sig")  # with or without a BOM
-        value = json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
+        content = plain_file(file).read_bytes()
+    except OSError as error:
         raise ValueError(f"{file}: not readable as JSON: {one_line(error)}") from None
+    return parse_json(content, file)
+
+
+def parse_json(content: bytes, source: object) -> dict:
+    """A JSON object from bytes, with or without a BOM. ValueError names their source."""
+    try:
+        value = json.loads(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{source}: not readable as JSON: {one_line(error)}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{file}: expected a JSON object, found {type(value).__name__}")
+        raise ValueError(f"{source}: expected a JSON object, found {type(value).__name__}")
     return value
 
 
@@ -85,3 +95,9 @@ def one_line(error: Exception) -> str:
     """An error's message, or its class if it has none, on one line of up to 500 characters."""
     text = "".join(char if char.isprintable() else " " for char in str(error)[:1000])
     return " ".join(text.split())[:500] or type(error).__name__
+
+
+def short_repr(value: object) -> str:
+    """Its repr, of up to 160 characters."""
+    text = repr(value)
+    return text if len(text) <= 160 else f"{text[:159]}…"

@@ -127,6 +127,7 @@ def modelopt_nvfp4(shape, generator):
     return found | {"input_scale": torch.tensor(0.7)}, weight
 
 
+NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
 NF4 = torch.linspace(-1, 1, 16)  # any table: the file brings its own
 
 
@@ -577,8 +578,54 @@ BROKEN = {  # folder; what is done to it; what the line must name
     ),
     "no state": (
         "nf4",
-        lambda t: t.pop(f"{Q}.weight.quant_state.bitsandbytes__nf4"),
+        lambda t: t.pop(f"{Q}.{NF4_STATE}"),
         f"{Q}.weight is [18432, 1] instead",
+    ),
+    "a state of another type": (
+        "nf4",
+        put(f"{Q}.{NF4_STATE}", lambda t: t.float()),
+        f"{Q}.{NF4_STATE} must be bytes",
+    ),
+    "a state of two dimensions": (
+        "nf4",
+        put(f"{Q}.{NF4_STATE}", lambda t: t[None].clone()),
+        f"{Q}.{NF4_STATE} must be bytes",
+    ),
+    "a state that is no JSON": (
+        "nf4",
+        put(f"{Q}.{NF4_STATE}", lambda t: t[1:].clone()),
+        f"{Q}.{NF4_STATE}: not readable as JSON",
+    ),
+    "a state that is a list": (
+        "nf4",
+        put(f"{Q}.{NF4_STATE}", lambda t: torch.tensor([*b"[64]"], dtype=torch.uint8)),
+        f"{Q}.{NF4_STATE}: expected a JSON object",
+    ),
+    "blocks of nothing": (
+        "nf4",
+        put(f"{Q}.{NF4_STATE}", lambda t: as_state(blocksize=0)),
+        f"{Q}.{NF4_STATE}: blocksize = 0",
+    ),
+    "blocks of no size": (
+        "nf4",
+        put(f"{Q}.{NF4_STATE}", lambda t: as_state(quant_type="nf4")),
+        f"{Q}.{NF4_STATE}: blocksize = None",
+    ),
+    "outer blocks of half a factor": (
+        "nf4 nested",
+        put(
+            f"{Q}.{NF4_STATE}",
+            lambda t: as_state(blocksize=64, nested_blocksize=0.5, nested_offset=0),
+        ),
+        f"{Q}.{NF4_STATE}: nested_blocksize = 0.5",
+    ),
+    "an offset that is a text": (
+        "nf4 nested",
+        put(
+            f"{Q}.{NF4_STATE}",
+            lambda t: as_state(blocksize=64, nested_blocksize=256, nested_offset="0"),
+        ),
+        f"{Q}.{NF4_STATE}: nested_offset = '0'",
     ),
     "no inner factors": ("nf4 nested", lambda t: t.pop(f"{Q}.weight.nested_absmax"), "missing: "),
     "too few factors": (

@@ -127,7 +127,14 @@ def test_files_that_are_no_files(name, how, folder):
 
 @pytest.mark.parametrize(
     "name",
-    ["a" * 300 + ".safetensors", "\0.safetensors", "\ud800.safetensors", "../x"],
+    [
+        "a" * 300 + ".safetensors",
+        "a" * 9000,
+        "\0.safetensors",
+        "\ud800.safetensors",
+        "../x",
+        {"a": [1] * 9000},
+    ],
 )
 def test_names_in_the_index(name, folder):
     broken = folder("sharded")

@@ -700,7 +700,8 @@ def test_inputs_of_a_group_that_is_not_there_are_refused(group, folder):
 
     edit_tensors(folder, change)
     edit_config(folder, desc_act=True)
-    with pytest.raises(ValueError, match=r"q_proj\.g_idx has groups outside 0 to "):
+    message = rf"{folder}: .*q_proj\.g_idx has groups outside 0 to "
+    with pytest.raises(ValueError, match=message):
         load_model(folder, dtype=torch.float32)
 
 
@@ -783,6 +784,9 @@ REFUSED = [  # (quantization_config, what the message must name)
     ({"quant_method": "quanto"}, "quant_method = 'quanto'"),
     ({"quant_method": "fp8", "weight_block_size": [128, 64]}, "weight_block_size = [128, 64]"),
     ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size = 128"),
+    ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size = [0, 128]"),
+    ({"quant_method": "fp8", "weight_block_size": [{}, 128]}, "weight_block_size = [{}, 128]"),
+    ({"quant_method": "fp8", "weight_block_size": [True, 128]}, "weight_block_size = [True, 128]"),
     ({"quant_method": "hqq"}, "quant_method = 'hqq'"),
     ({"quant_method": "aqlm"}, "quant_method = 'aqlm'"),
     ({"quant_method": "mxfp4"}, "quant_method = 'mxfp4'"),  # only gpt-oss has it
@@ -800,6 +804,7 @@ REFUSED = [  # (quantization_config, what the message must name)
     (gptq_config(bits=3), "bits = 3"),
     (gptq_config(bits=2), "bits = 2"),
     (gptq_config(bits=True), "bits = True"),
+    (gptq_config(bits=4.0), "bits = 4.0"),
     (gptq_config(group_size=0), "group_size = 0"),
     (gptq_config(group_size=None), "group_size = None"),
     (gptq_config(checkpoint_format="marlin"), "checkpoint_format = 'marlin'"),
@@ -817,6 +822,7 @@ REFUSED = [  # (quantization_config, what the message must name)
     ),
     (compressed("pack-quantized", strategy="channel", type="float"), "type = 'float'"),
     (compressed("pack-quantized", strategy="group"), "group_size = None"),
+    (compressed("pack-quantized", strategy=None, group_size=[[]]), "group_size = [[]]"),
     (
         compressed(
             "float-quantized", type="float", num_bits=8, strategy="block", block_structure=[128, 96]
@@ -826,6 +832,8 @@ REFUSED = [  # (quantization_config, what the message must name)
     (with_group(PACKED, output_activations=TOKENS), "output_activations"),
     (with_group(PACKED, weights=None), "weights = None"),
     ({**PACKED, "config_groups": {}}, "config_groups = []"),
+    ({**PACKED, "config_groups": {"a": {"targets": [True]}, "b": {}}}, "targets = [True]"),
+    ({**PACKED, "config_groups": {"a": {"targets": 5}, "b": {}}}, "targets = 5"),
     ({**PACKED, "config_groups": {"W4A16": ["Linear"]}}, "W4A16 = ['Linear']"),
     ({**PACKED, "transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
 ]

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from loading.families import family_of
+from loading.plain_files import short_repr
 from loading.quantized import floats
 from loading.quantized.floats import Fp8, Int8Rows, Renamed, Table4
 from loading.quantized.layouts import Awq, Gptq, Layout, PackQuantized
@@ -61,16 +62,18 @@ class Layouts(NamedTuple):
 
 
 def check(settings: dict, entry: str = ENTRY, **supported_by_key: tuple) -> None:
-    """ValueError for a setting that is none of the supported values; None is a missing key."""
+    """ValueError for a setting that is none of the supported values, or equals one of another type
+    as 4.0 does; None is a missing key."""
     for key, supported in supported_by_key.items():
-        if settings.get(key) not in supported:
+        value = settings.get(key)
+        if not any(value == option and type(value) is type(option) for option in supported):
             names = ["none" if value is None else repr(value) for value in supported]
             raise unsupported(settings, key, f"supported: {' or '.join(names)}", entry)
 
 
 def unsupported(settings: dict, key: str, reason: str, entry: str = ENTRY) -> ValueError:
-    value = settings.get(key)
-    return ValueError(f"config.json: {entry}: {key} = {value!r} is not supported; {reason}")
+    value = short_repr(settings.get(key))
+    return ValueError(f"config.json: {entry}: {key} = {value} is not supported; {reason}")
 
 
 def read_object(settings: dict, key: str) -> dict:
@@ -94,9 +97,16 @@ def read_group_size(settings: dict) -> int:
 def read_block(settings: dict, key: str) -> tuple[int, int]:
     """(rows, columns) that share a scale. Our fp8-g128 holds blocks of 128 columns."""
     size = settings.get(key)
-    if not isinstance(size, list) or size[1:] != [128]:
+    if not isinstance(size, list) or size[1:] != [128] or type(size[0]) is not int or size[0] < 1:
         raise unsupported(settings, key, "supported: [rows, 128]")
-    return tuple(size)
+    return size[0], 128
+
+
+def read_names(settings: dict, key: str) -> list[str]:
+    names = settings.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise unsupported(settings, key, "it must be a list of names")
+    return names
 
 
 def find_layouts(hf: dict) -> Layouts | None:
@@ -106,7 +116,7 @@ def find_layouts(hf: dict) -> Layouts | None:
     if is_mxfp4(hf):
         return None
     if not isinstance(settings, dict):
-        raise ValueError(f"config.json: {ENTRY} = {settings!r} is not supported")
+        raise ValueError(f"config.json: {ENTRY} = {short_repr(settings)} is not supported")
     check(settings, quant_method=tuple(METHODS))
     method = settings["quant_method"]
     family = family_of(hf)
@@ -285,7 +295,7 @@ def compressed_override(settings: dict, names: list[str]) -> dict:
         return settings
     group_by_priority = {(2,): next(iter(groups))}  # after all targets
     for group in groups:
-        for target in read_object(groups, group).get("targets") or ():
+        for target in read_names(read_object(groups, group), "targets"):
             pattern = target.removeprefix("re:")
             is_match = pattern != target and any(re.match(pattern, name) for name in names)
             if is_match or target in (*names, "Linear"):
@@ -307,7 +317,7 @@ def read_strategy(weights: dict) -> tuple[int, int]:
     """(rows, columns) that share a scale, -1 for all; implied by the size of groups where the
     strategy is absent."""
     size = weights.get("group_size")
-    implied = {None: "tensor", -1: "channel"}.get(size, "group")
+    implied = "tensor" if size is None else "channel" if size == -1 else "group"
     strategy = weights.get("strategy") or implied
     if strategy == "block":
         return read_block(weights, "block_structure")

@@ -9,12 +9,12 @@ The codes of all but Table4 are stored unchanged in our formats, so the weights 
 ones.
 """
 
-import json
 import math
 from dataclasses import dataclass, field
 
 import torch
 
+from loading.plain_files import parse_json, short_repr
 from loading.quantized.layouts import FLOATS, UNSIGNED_WORDS, Layout
 from weights.formats import FORMATS, check_finite
 
@@ -171,7 +171,20 @@ class Table4:
         return f"weight.quant_state.bitsandbytes__{self.table}"
 
     def state(self, m) -> dict:
-        return json.loads(bytes(m.get(self.key).tolist()))
+        """ValueError for what is no JSON object with the sizes of blocks."""
+        source = f"{m.name}.{self.key}"
+        stored = m.get(self.key)
+        if stored.dtype != torch.uint8 or stored.dim() != 1:
+            raise ValueError(f"{source} must be bytes, and is {list(stored.shape)} {stored.dtype}")
+        state = parse_json(bytes(stored.tolist()), source)
+        valid_types = {"blocksize": int}
+        if "nested_blocksize" in state:
+            valid_types |= {"nested_blocksize": int, "nested_offset": float | int}
+        for key, valid_type in valid_types.items():
+            value = state.get(key)
+            if not isinstance(value, valid_type) or (value < 1 and valid_type is int):
+                raise ValueError(f"{source}: {key} = {short_repr(value)} is not supported")
+        return state
 
     def tensors(self, m):
         state = self.state(m)
