@@ -282,6 +282,11 @@ def test_rows_of_a_file_decode_together_as_memory_and_rounding_allow(
     monkeypatch.setattr(cli.opening, "batch_invariant_rows", lambda model: 2**31)
     run(capsys, *flags, "--prompt_file", many)
     assert max(sizes) == cli.opening.MAX_ROWS
+    two = jsonl(tmp_path / "two.jsonl", {"prompt": "a"}, {"prompt": "b"})
+    _, err = run(capsys, *flags, "--prompt_file", two)
+    assert "2 rows are decoded at a time" in err
+    _, err = run(capsys, *flags, "--prompt_file", jsonl(tmp_path / "one.jsonl", {"prompt": "a"}))
+    assert "at a time" not in err
 
 
 def test_free_memory_is_that_of_the_container(tmp_path, monkeypatch):

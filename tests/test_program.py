@@ -112,6 +112,7 @@ def test_text_streams_to_stdout_and_equals_the_json(text_folder, capsys):
     run_args(parse_args([*arguments, "--device", "cpu"]))
     out, err = capsys.readouterr()
     assert out == rows[0]["text"] + "\n" and "a big dog" in err
+    assert re.search(r"^peak memory \d+\.\d\d GB$", err, re.MULTILINE)
 
 
 @pytest.mark.parametrize("prompts", [["the cat"], ["the cat", "a dog"]])
@@ -1069,6 +1070,16 @@ def test_a_report_without_a_terminal_or_a_draft(chat_folder, capsys, monkeypatch
         re.MULTILINE,
     )
     assert "\x1b" not in err
+
+
+def test_a_terminal_shows_an_answer_to_its_last_word(chat_folder, capsys, monkeypatch):
+    """Words wait for their ends there, because a line may have to end before them."""
+    options = ("--max_new_tokens", 30, "--ignore_eos")
+    piped, _ = chatted(capsys, monkeypatch, chat_folder, "the cat\n", *options)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((20, 24)))
+    shown, _ = chatted(capsys, monkeypatch, chat_folder, "the cat\n", *options)
+    assert shown.count("\n") > piped.count("\n") and shown.split() == piped.split()
 
 
 def test_an_unknown_command_is_no_message(chat_folder, capsys, monkeypatch):

@@ -768,6 +768,33 @@ def test_a_change_deep_inside_a_large_tensor_is_refused(keep_date, text_folder, 
     refused(flags, tmp_path / "cache", "--checkpoint: another one there than here", capsys)
 
 
+def test_an_adapter_is_its_content_wherever_it_lies(text_folder, tmp_path, capsys):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {
+        f"{name}.lora_A.weight": torch.randn(2, 64, generator=generator),
+        f"{name}.lora_B.weight": torch.randn(64, 2, generator=generator),
+    }
+    file = adapter / "adapter_model.safetensors"
+    save_file(tensors, file)
+    flags = ["--checkpoint", str(text_folder), "--device", "cpu", "--max_new_tokens", "2"]
+    flags += ["--prompt", TEXT]
+    cache = tmp_path / "cache"
+    run(parse_args([*flags, "--adapter", str(adapter), "--prompt_cache", str(cache)]))
+    capsys.readouterr()
+    copy = shutil.copytree(adapter, tmp_path / "copy")
+    again = ["--adapter", str(copy), "--prompt_cache", str(cache), "--json"]
+    run(parse_args([*flags, *again]))
+    assert json.loads(capsys.readouterr().out)["cached_tokens"] > 15
+    tensors[f"{name}.lora_B.weight"][5, 1] += 1
+    save_file(tensors, file)
+    refused([*flags, "--adapter", str(adapter)], cache, "--adapter: another one there", capsys)
+
+
 def test_ranks_compare_copies_whatever_their_dates(text_folder, tmp_path):
     """Two machines have copies of other dates; another number in a tensor's last row is another
     model."""
