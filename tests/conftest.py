@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import importlib.util
 import json
 import os
@@ -65,6 +66,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if cases[function] % n:
             item.add_marker("slow")
         cases[function] += 1
+
+
+def pytest_collection_finish() -> None:
+    """The tests run a fifth faster when the collector leaves alone what imports made, hundreds of
+    thousands of objects, and looks at new ones less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000)
 
 
 STEADY_S = decoding.warmup.STEADY_S
