@@ -278,6 +278,15 @@ def test_a_number_beyond_float64_is_no_json_number(tmp_path):
     assert ", line 1" in broken[0] and "it holds 1e400; JSON has no NaN or Infinity" in broken[0]
 
 
+def test_a_folder_without_a_template_is_said_once(tmp_path, capsys):
+    file = jsonl(tmp_path / "f.jsonl", {"messages": USER}, {"messages": USER}, {"prompt": "a"})
+    args = parse_args(["--prompt_file", str(file)])
+    requests, _ = read_prompts(args.prompts)
+    rows, refused = encoded_by(requests, args, load_tokenizer(ROOT / "checkpoints" / "demo"))
+    assert len(rows) == 3 and not refused
+    assert capsys.readouterr().err.count("messages become plain text") == 1
+
+
 def test_a_message_that_calls_tools_has_no_content_of_its_own(tmp_path, capsys):
     call = {
         "role": "assistant",

@@ -1168,6 +1168,23 @@ def test_every_flag_of_every_added_token_is_transformers(form, location, tmp_pat
                 assert tokenizer.encode(text, bos=False) == as_text, (name, text)
 
 
+@pytest.mark.parametrize("form", ["prepend", "metaspace"])
+def test_a_message_that_names_special_tokens_is_its_text(form, tmp_path):
+    """What keeps a name from being a token leaves no space behind, whatever writes spaces."""
+    from transformers import AutoTokenizer
+
+    model = piece_tokenizer(form)
+    model.add_special_tokens([*NAMED.values()])
+    model.save(str(tmp_path / "tokenizer.json"))
+    settings = {**NAMED, "chat_template": "{{ messages[0].content }}"}
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer, reference = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("a</s>b", "<s>", "b <s> </s>a <s", "a\n</s>\nb", "<</s>>"):
+        want = reference(text, add_special_tokens=False, split_special_tokens=True).input_ids
+        assert tokenizer.chat([{"role": "user", "content": text}]) == want, text
+
+
 def test_special_tokens_that_only_a_list_names(tmp_path):
     """Names of additional_special_tokens that are in the vocabulary, but not among its added
     tokens."""

@@ -768,9 +768,10 @@ def test_plan_on_the_command_line(capsys):
         sixteen["tok_s"] == pytest.approx(3350e9 / sixteen["read_per_token"], rel=1e-4)
         and sixteen["kv_copies"] == 2
     )
-    tp_plan.main([shape, "--ranks", "1,8", "--memory", "80"])
+    tp_plan.main([shape, "--ranks", "1,8,16", "--memory", "80"])
     out = capsys.readouterr().out
     assert "does not fit: 141 GB" in out
+    assert out.count("a KV head on") == out.count("a KV head on 2 ranks") == 1
     for wrong in (["--ranks", "0,2"], ["--quantize", "int3"], ["--bandwidth", "0"]):
         with pytest.raises(SystemExit) as exit:
             tp_plan.main([shape, *wrong])

@@ -168,7 +168,7 @@ TESTS = {
     "scripts/live.py": "live",
     "scripts/openai_form.py": "tool_calls responses serve -m 'not browser and not real'",
     "scripts/perplexity.py": "quantize -k perplexity",
-    "scripts/serve.py": "serve -m 'attack and not browser'",
+    "scripts/serve.py": "responses serve -m 'not browser and not real'",
     "scripts/tp_plan.py": "tp -k plan",
 }
 PAIRS = (
