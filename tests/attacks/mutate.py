@@ -66,7 +66,7 @@ serve::the_evaluation slots::in_16_bits speculative_cli::greedy_json
 """
 TESTS = {
     "generate.py": "llm engine requests generate interrupts",
-    "model.py": "model engine experts generate caches -k 'not test_caches or rows_take'",
+    "model.py": "model config engine experts generate caches -k 'not test_caches or rows_take'",
     "quantize.py": "quantize families experts -k 'quantize or calibration or gptq'",
     "cli/quantized_folder.py": "quantize families -k 'quantize or calibration'",
     "speculative.py": "speculative suffix",
