@@ -77,7 +77,7 @@ TESTS = {
     "decoding/engine.py": "engine requests generate interrupts",
     "decoding/grammar.py": "grammar -m attack",
     "decoding/kv_8bit.py": "rows_alone caches",
-    "decoding/logits.py": "requests",
+    "decoding/logits.py": "requests generate",
     "decoding/runner.py": "engine requests caches -k 'engine or requests or clearing or rows_take'",
     "decoding/sampling.py": "sampling requests numbers",
     "decoding/scheduler.py": "engine requests generate slots",
