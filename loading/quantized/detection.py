@@ -67,7 +67,7 @@ def check(settings: dict, entry: str = ENTRY, **supported_by_key: tuple) -> None
     for key, supported in supported_by_key.items():
         value = settings.get(key)
         if not any(value == option and type(value) is type(option) for option in supported):
-            names = ["none" if value is None else repr(value) for value in supported]
+            names = ["none" if option is None else repr(option) for option in supported]
             raise unsupported(settings, key, f"supported: {' or '.join(names)}", entry)
 
 
