@@ -302,7 +302,7 @@ class Qwen3EagleTwin(EagleTwin):
         return torch.stack(probs)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("plain", [0, 34])
 def test_eagle_is_its_twin(plain, target, target_folder, tmp_path):
     folder = written(tmp_path / "draft", EAGLE, qwen3_eagle_tensors())

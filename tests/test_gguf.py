@@ -386,6 +386,7 @@ def same_config(got, want) -> bool:
     return True
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", WRITTEN_FAMILIES)
 def test_every_family_is_its_folder(family, tmp_path):
     """Config and all weights, bit for bit, through names and orders that conversion to GGUF gave

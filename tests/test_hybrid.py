@@ -270,7 +270,7 @@ def model_difference(models, num_rows: int) -> float:
     return worst
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("num_rows", [pytest.param(1, marks=pytest.mark.attack), 4])
 def test_the_model_keeps_its_cache_while_it_sits_rounds_out(models, num_rows, lag, monkeypatch):

@@ -68,6 +68,7 @@ def test_rows_at_different_positions_equal_transformers(family, model):
         assert (got[row] - want[row, pos[row]]).abs().max() <= LIMIT
 
 
+@pytest.mark.one_in(2)
 @torch.no_grad()
 def test_float64_twin(family, model, folder_of):
     tokens = tokens_for(family, 1, 40)
@@ -78,6 +79,7 @@ def test_float64_twin(family, model, folder_of):
     assert (model(tokens, torch.arange(40))[0].double() - want).abs().max() <= LIMIT
 
 
+@pytest.mark.one_in(2)
 @torch.no_grad()
 def test_large_finite_values_beyond_pos_change_nothing(family, model):
     tokens = tokens_for(family, 2, 20)
@@ -93,6 +95,7 @@ def test_large_finite_values_beyond_pos_change_nothing(family, model):
     assert torch.equal(*results)
 
 
+@pytest.mark.one_in(2)
 @torch.no_grad()
 def test_bounding_the_attended_length_changes_nothing(model):
     tokens = torch.arange(20)[None]
