@@ -163,7 +163,7 @@ def test_streams_may_run_side_by_side(llm):
     assert ["".join(column) for column in zip(*pieces)] == wanted
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "draft, k",
     [("ngram", 3), (DRAFT, 3), pytest.param(str(DRAFT), "auto", marks=pytest.mark.attack)],

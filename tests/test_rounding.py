@@ -514,7 +514,7 @@ def test_sampled_text_of_no_drafted_token_is_plain_text(rows):
     assert len(set(map(tuple, plain))) == rows and plain != plain_texts(None, rows)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 5])
 def test_a_draft_that_is_the_target_is_always_accepted(k):
     """p / q is 1 only where both passes, over one or two positions and over K + 1, have the same
@@ -608,6 +608,7 @@ def test_an_engine_does_not_vouch_for_products_that_depend_on_their_shape(scheme
     assert model(tokens, torch.arange(20)).isfinite().all(), "and yet it decodes"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("scheme", ["float32", "int8", "int4-g32"])
 def test_an_engine_vouches_for_no_more_rows_than_its_kernels_do(scheme, monkeypatch):
     dtype, quantize = (torch.float32, None) if scheme == "float32" else (torch.bfloat16, scheme)

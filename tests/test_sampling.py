@@ -302,8 +302,9 @@ def test_settings_out_of_range_are_refused(values):
         Sampling(*values)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
-    "sampling", [Sampling(1.0), Sampling(0.7, top_k=12), Sampling(1.5, top_p=0.8, min_p=0.02)]
+    "sampling", [Sampling(1.5, top_p=0.8, min_p=0.02), Sampling(1.0), Sampling(0.7, top_k=12)]
 )
 def test_draws_follow_the_distribution(sampling):
     """30,000 draws; false alarm 1e-6. The control moves 2 % of the mass from one token to

@@ -839,6 +839,7 @@ def test_padded_vocabularies_may_differ(margins, draft_v):
     assert rows_of(target, PROMPTS, drafter=ModelDraft(other), max_new_tokens=40) == want
 
 
+@pytest.mark.slow
 def test_a_sliding_window_and_qk_norm():
     target, draft = pair(windows=(None, 7, 7, None), qk_norm="heads")
     want = rows_of(target, PROMPTS, max_new_tokens=50)
