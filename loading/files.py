@@ -90,9 +90,8 @@ def tensor_files(folder: Path) -> list[Path]:
 
 
 def is_file_name(value: object) -> bool:
-    if not isinstance(value, str) or not value.isprintable():
-        return False
-    return len(Path(value).name.encode()) <= MAX_FILE_NAME
+    is_text = isinstance(value, str) and value.isprintable()
+    return is_text and len(Path(value).name.encode()) <= MAX_FILE_NAME
 
 
 def open_tensors(files: list[Path]) -> dict[str, object]:

@@ -62,8 +62,8 @@ class Layouts(NamedTuple):
 
 
 def check(settings: dict, entry: str = ENTRY, **supported_by_key: tuple) -> None:
-    """ValueError for a setting that is none of the supported values, or equals one of another type
-    as 4.0 does; None is a missing key."""
+    """ValueError for a setting that is none of the supported values; types count, so 4.0 is not 4.
+    None is a missing key."""
     for key, supported in supported_by_key.items():
         value = settings.get(key)
         if not any(value == option and type(value) is type(option) for option in supported):
@@ -97,7 +97,8 @@ def read_group_size(settings: dict) -> int:
 def read_block(settings: dict, key: str) -> tuple[int, int]:
     """(rows, columns) that share a scale. Our fp8-g128 holds blocks of 128 columns."""
     size = settings.get(key)
-    if not isinstance(size, list) or size[1:] != [128] or type(size[0]) is not int or size[0] < 1:
+    is_block = isinstance(size, list) and size[1:] == [128]
+    if not is_block or type(size[0]) is not int or size[0] < 1:
         raise unsupported(settings, key, "supported: [rows, 128]")
     return size[0], 128
 
@@ -316,9 +317,8 @@ RENAMED = {  # as one of our schemes, by the names of its parts
 def read_strategy(weights: dict) -> tuple[int, int]:
     """(rows, columns) that share a scale, -1 for all; implied by the size of groups where the
     strategy is absent."""
-    size = weights.get("group_size")
-    implied = "tensor" if size is None else "channel" if size == -1 else "group"
-    strategy = weights.get("strategy") or implied
+    has_groups = weights.get("group_size") is not None  # of -1 for a channel
+    strategy = weights.get("strategy") or ("group" if has_groups else "tensor")
     if strategy == "block":
         return read_block(weights, "block_structure")
     if strategy == "group":

@@ -171,19 +171,18 @@ class Table4:
         return f"weight.quant_state.bitsandbytes__{self.table}"
 
     def state(self, m) -> dict:
-        """ValueError for what is no JSON object with the sizes of blocks."""
+        """ValueError for bytes that are no JSON object, and for missing or invalid sizes."""
         source = f"{m.name}.{self.key}"
         stored = m.get(self.key)
         if stored.dtype != torch.uint8 or stored.dim() != 1:
             raise ValueError(f"{source} must be bytes, and is {list(stored.shape)} {stored.dtype}")
         state = parse_json(bytes(stored.tolist()), source)
-        valid_types = {"blocksize": int}
+        check_size(state, "blocksize", source)
         if "nested_blocksize" in state:
-            valid_types |= {"nested_blocksize": int, "nested_offset": float | int}
-        for key, valid_type in valid_types.items():
-            value = state.get(key)
-            if not isinstance(value, valid_type) or (value < 1 and valid_type is int):
-                raise ValueError(f"{source}: {key} = {short_repr(value)} is not supported")
+            check_size(state, "nested_blocksize", source)
+            offset = state.get("nested_offset")
+            if not isinstance(offset, float | int):
+                raise ValueError(f"{source}: nested_offset = {short_repr(offset)} is no number")
         return state
 
     def tensors(self, m):
@@ -220,3 +219,9 @@ class Table4:
         entries = m.get("weight.quant_map")[codes.int()]  # (out * in,)
         factors = absmax.repeat_interleave(state["blocksize"])[: len(entries)]
         return (entries * factors).view(m.rows, m.columns)  # (out * in,) -> (out, in)
+
+
+def check_size(state: dict, key: str, source: str) -> None:
+    size = state.get(key)
+    if type(size) is not int or size < 1:
+        raise ValueError(f"{source}: {key} = {short_repr(size)} must be a positive whole number")
