@@ -69,12 +69,6 @@ def decode(
     # Positions (T,) to run: first the prompt's, then that of the newest token.
     pos = torch.arange(len(prompt), device=device)
     for length in range(len(prompt), max_length):
-        # Longrope rotates by one set of frequencies up to its original context, and by another set
-        # when the text is longer: it asks for the text's last position.
-        caches.last_positions.fill_(length - 1)
-        if model.config.rope_long and length == model.config.rope_original_length + 1:
-            # All keys were rotated by the first set: recompute them, once.
-            pos = torch.arange(length, device=device)
         h = model.hidden(text[:, pos], pos, caches.slice_to(length))  # (1, T, D)
         logits = model.head(h[:, -1])  # (1, V)
         logits = penalize_text(logits, text, len(prompt), sampling)  # (1, V)

@@ -98,9 +98,9 @@ class Config:
     rope_beta_slow: float = 1.0
     rope_truncate: bool = True
     rope_attention_factor: float = 1.0  # multiplies cos and sin
-    # Longrope's divisor of each frequency, in texts of up to the original length.
+    # Longrope's divisor of each frequency where no text is longer than the original length.
     rope_short: tuple[float, ...] = ()
-    rope_long: tuple[float, ...] = ()  # the same in longer texts
+    rope_long: tuple[float, ...] = ()  # the same where texts may be longer
     # Scales queries by 1 + query_scale * log(1 + position // original length)
     query_scale: float = 0.0
 
@@ -119,8 +119,8 @@ class Rope(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        # Inverse frequencies (n,) of n pairs: of rope type 0, of the same in longrope's long texts,
-        # and of rope type 1.
+        # Inverse frequencies (n,) of n pairs: of rope type 0, of the same by longrope's long
+        # factors, and of rope type 1.
         for name in ("inv_freq", "long_inv_freq", "local_inv_freq"):
             self.register_buffer(name, None, persistent=False)
         self.make_tables("cpu")
@@ -140,25 +140,24 @@ class Rope(nn.Module):
         self.make_tables(self.inv_freq.device)
         return self
 
-    def by_type(self, pos: Tensor, last_positions: Tensor | None = None) -> dict:
+    def is_long(self, max_seq_length: int) -> bool:
+        """Does longrope take its long factors? It does for all texts where they may grow beyond the
+        original context, so that no text changes from one set of factors to the other. vLLM does
+        the same."""
+        has_long = self.long_inv_freq is not None
+        return has_long and max_seq_length > self.config.rope_original_length
+
+    def by_type(self, pos: Tensor, max_seq_length: int) -> dict:
         """Rope type, as in Config.rope_types -> the result of `forward`, or None."""
-        rope_by_type = {None: None, 0: self(pos, last_positions)}
+        rope_by_type = {None: None, 0: self(pos, max_seq_length)}
         if self.local_inv_freq is not None:
             rope_by_type[1] = self.rotation(pos, self.local_inv_freq, 1.0)
         return rope_by_type
 
-    def forward(self, pos: Tensor, last_positions: Tensor | None = None) -> tuple[Tensor, ...]:
+    def forward(self, pos: Tensor, max_seq_length: int = 0) -> tuple[Tensor, ...]:
         """pos (B, T) int -> cos, sin (B, 1, T, n) float32 of n pairs, and the queries' scale (B, 1,
-        T, 1) where the config has one. last_positions (B or more,): the last position of each
-        row's text, by default its last in pos. Longrope has frequencies for long texts, and takes
-        them where that position is beyond the original context."""
-        inv_freq = self.inv_freq
-        if self.long_inv_freq is not None:
-            if last_positions is None:
-                last_positions = pos.amax(1)
-            is_long = last_positions[: len(pos)] >= self.config.rope_original_length  # (B,)
-            is_long = is_long[:, None, None, None]
-            inv_freq = torch.where(is_long, self.long_inv_freq, inv_freq)  # (B, 1, 1, n)
+        T, 1) where the config has one. max_seq_length: see `is_long`."""
+        inv_freq = self.long_inv_freq if self.is_long(max_seq_length) else self.inv_freq
         return self.rotation(pos, inv_freq, self.config.rope_attention_factor)
 
     def rotation(
@@ -333,7 +332,7 @@ class Caches(NamedTuple):
     mask_length: int | None = None
     # Layer, or the number of layers -> recorder of what enters it.
     aux_hidden_states: Mapping[int, nn.Module] = {}
-    last_positions: Tensor | None = None  # (B or more,) of each row's text, for longrope: see Rope
+    max_seq_length: int = 0  # of a row's text, by which longrope chooses its factors: see Rope
     attend: Callable | None = None  # an attention in place of the function `attend`
 
     def slice_to(self, length: int) -> Caches:
@@ -347,7 +346,6 @@ class Caches(NamedTuple):
         return self._replace(
             layers=tuple(row_view(layer, begin, end) for layer in self.layers),
             aux_hidden_states={layer: row_view(states, begin, end) for layer, states in aux},
-            last_positions=self.last_positions[begin:end],
         )
 
     def record(
@@ -744,8 +742,7 @@ class Transformer(nn.Module):
                 cache = cache_type(batch_size, G, max_seq_length, E, weight.dtype, weight.device)
                 layers.append(cache)
             key_pos = torch.arange(max_seq_length, device=weight.device)
-            last_positions = key_pos[-1:].repeat(batch_size)
-        return Caches(tuple(layers), key_pos, last_positions=last_positions)
+        return Caches(tuple(layers), key_pos, max_seq_length=max_seq_length)
 
     def visible_by_window(
         self,
@@ -784,8 +781,9 @@ class Transformer(nn.Module):
         x = self.embedded(tokens)  # (B, T, D)
         visible_by_window = self.visible_by_window(pos, caches, x.dtype)
         if caches is None:
-            caches = Caches((None,) * len(self.layers), key_pos=pos)
-        rope_by_type = self.rope.by_type(pos, caches.last_positions)
+            T = pos.size(1)
+            caches = Caches((None,) * len(self.layers), key_pos=pos, max_seq_length=T)
+        rope_by_type = self.rope.by_type(pos, caches.max_seq_length)
         for i, layer in enumerate(self.layers):
             caches.record(i, x, pos)
             rope = rope_by_type[self.rope_types[i]]

@@ -90,6 +90,8 @@ def open_llm(
         lengths = [len(row.ids) + row.max_new_tokens for row in rows]
         length = max(lengths, default=min(limit, DEFAULT_LENGTH))
     length = engine_length(options, device, length, limit)
+    if model.rope.is_long(length):
+        print_status(f"longrope takes its long factors, since texts may have {length} tokens")
     num_slots = workload.num_slots or choose_slots(options, workload, rows, length, model, drafter)
     num_prompt_tokens = sum(len(row.ids) for row in rows)
     compiles_prompts = device.type == "cuda" or num_prompt_tokens >= COMPILED_PROMPTS

@@ -40,7 +40,6 @@ class PromptCache:
         self.metadata = {}
         self.tensors = {}  # of the file, until an engine has them
         self.num_stored = 0
-        self.is_long = ()
         if options.prompts.cache_file is None:
             return
         self.file = Path(options.prompts.cache_file)
@@ -90,11 +89,10 @@ class PromptCache:
         """Fill a slot with the file's positions, as many as fit."""
         start = time.perf_counter()
         with self.refusing():
-            self.check(dtypes(engine))
+            self.check(model_identity(engine))
             self.check(checksum(self.tensors))
         prefix = positions.restore(engine, self.tensors)
         self.num_stored = len(self.tensors["ids"])
-        self.is_long = prefix.is_long
         self.tensors = {}
         seconds = time.perf_counter() - start
         print_status(f"{self.file}: {len(prefix.ids)} tokens read in {seconds:.2f} s")
@@ -104,14 +102,12 @@ class PromptCache:
             return
         prefix = positions.find_longest_prefix(engine, prompts)
         num_positions = len(prefix.ids)
-        is_longer = num_positions > self.num_stored
-        is_other = num_positions > 0 and prefix.is_long != self.is_long
-        if not (is_longer or is_other):
+        if num_positions <= self.num_stored:
             return
         tensors = {}
         for name, x in positions.prefix_tensors(engine, prefix).items():
             tensors[name] = x.cpu().clone(memory_format=torch.contiguous_format)
-        metadata = self.identity | dtypes(engine) | checksum(tensors)
+        metadata = self.identity | model_identity(engine) | checksum(tensors)
         write_atomically(self.file, lambda partial: save_file(tensors, partial, metadata=metadata))
         print_status(f"{self.file}: {num_positions} tokens written")
 
@@ -148,8 +144,14 @@ def checkpoint_identity(path: str | None) -> str:
     return json.dumps(checkpoint.fingerprints() | {"its files": files})
 
 
-def dtypes(engine: Engine) -> dict[str, str]:
-    return {"--dtype": ", ".join(str(runner.model.norm.weight.dtype) for runner in engine.runners)}
+def model_identity(engine: Engine) -> dict[str, str]:
+    """What else determines keys and values: dtypes, and with longrope its factors."""
+    models = [runner.model for runner in engine.runners]
+    identity = {"--dtype": ", ".join(str(model.norm.weight.dtype) for model in models)}
+    rotated_long = [model.rope.is_long(engine.max_seq_length) for model in models]
+    if any(model.config.rope_long for model in models):
+        identity["longrope's long factors"] = ", ".join(map(str, rotated_long))
+    return identity
 
 
 def checksum(tensors: dict[str, Tensor]) -> dict[str, str]:

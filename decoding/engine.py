@@ -13,7 +13,6 @@ decisions reach the host.
 """
 
 import functools
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -33,7 +32,7 @@ from decoding.scheduler import Request, Scheduler
 from decoding.state import MAX_STOP_IDS, State
 from decoding.statistics import StepRecord
 from decoding.warmup import calibrate, lengths_to_calibrate, warm_up
-from model import Caches, Config, KVCache, Transformer, row_view
+from model import Caches, KVCache, Transformer, row_view
 from speculative import CustomDraft, Drafter, DraftLength, run_round
 from tp import lost_contact, ranks_of
 from weights.compiling import compile_options, recompile_options
@@ -96,11 +95,6 @@ def compiled(function: Callable, device: torch.device, prompts: bool = False) ->
     return torch.compile(
         function, fullgraph=True, dynamic=False, options=options, **recompile_options()
     )
-
-
-def short_length(config: Config) -> float:
-    """The length up to which longrope takes a text for a short one, infinite without longrope."""
-    return config.rope_original_length if config.rope_long else math.inf
 
 
 class Step(NamedTuple):
@@ -172,9 +166,8 @@ class Engine:
         if self.drafter.owns_cache:
             self.runners.append(self.drafter.runner)
         self.views: dict[tuple[int, int], Rows] = {}
-        short_lengths = [short_length(runner.model.config) for runner in self.runners]
         cache = cache_class(options.cache_type)
-        self.scheduler = Scheduler(batch_size, short_lengths, cache.keeps_prefixes)
+        self.scheduler = Scheduler(batch_size, cache.keeps_prefixes)
         self.next_id = 0
         self.requests: dict[int, Request] = {}  # by id, until they end
         # Of the step planned last, once `calibrate` has measured the costs of steps and rounds, by
@@ -213,7 +206,7 @@ class Engine:
                 options,
                 self.model.config.vocab_size,
             )
-        self.runner.set_last_positions(self.state.last_positions)
+        self.runner.set_max_seq_length(self.max_seq_length)
         # Is greedy output bitwise equal regardless of the drafter and of what else is in the batch?
         num_rows = self.batch_size * (self.max_k + 1)
         has_invariant_rows = num_rows <= batch_invariant_rows(self.model)
@@ -300,23 +293,6 @@ class Engine:
         self.requests[request.id] = request
         self.scheduler.add(request)
         return request.id
-
-    def recompute(self, request: Request) -> None:
-        """Recompute all positions of a text that has grown past longrope's original context: from
-        there on every position is rotated with the long factors. It costs one prefill. transformers
-        does the same (models/phi3/modeling_phi3, prepare_inputs_for_generation)."""
-        slot = request.slot
-        self.state.park(slot.index)
-        request.short_length = math.inf
-        request.is_active = False
-        request.num_computed = 0
-        request.num_finite = 0
-        request.draft_lag = 0
-        # Steps in flight decided nothing for this row: it stopped at `Request.end`.
-        request.num_launched = len(request.tokens)
-        slot.is_long = self.scheduler.are_long(request)
-        slot.num_draft = 0
-        self.state.fill(slot.index, request)
 
     def abort(self, id: int) -> None:
         """End a request in any state; a finished one does not change."""
@@ -465,8 +441,7 @@ class Engine:
         """Record, on request, log-probabilities of the prompt's tokens that follow h (1, T, D)."""
         begin = request.num_computed + 1
         ids = request.prompt[begin : begin + h.size(1)]  # one fewer at the prompt's end
-        is_recomputing = bool(request.tokens)
-        if request.num_prompt_logprobs is None or is_recomputing or not ids:
+        if request.num_prompt_logprobs is None or not ids:
             return
         h = h[:, : len(ids)]
         ids = torch.tensor([ids], device=self.device)  # (1, T)
@@ -601,8 +576,6 @@ class Engine:
             events += [(request.id, id) for id in ids]
             if request.ending is not None:
                 self.finish(request, request.ending)
-            elif request.num_positions > request.short_length:
-                self.recompute(request)
         if self.runs_rounds and running:
             self.observe(step, result, running, record, len(events))
         self.read_at = now
@@ -620,7 +593,7 @@ class Engine:
             result.drafted[row],
             not result.times,
         )
-        # A step that decided nothing was launched before the text was recomputed, or after its end.
+        # A step that decided nothing was launched after the text's end.
         is_latest = num_tokens > 0 and not self.readback.unread
         if len(self.runners) > 1 and is_latest and not step.runs_model:
             request.draft_lag -= step.k + 1 - num_tokens

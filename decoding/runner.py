@@ -71,9 +71,10 @@ class ModelRunner:
             self.caches = self.caches._replace(mask_length=mask_length)
         self.hidden = model.hidden if compile_prompts is None else compile_prompts(model.hidden)
 
-    def set_last_positions(self, last_positions: Tensor) -> None:
-        """Let longrope read the last position of each row's text from this tensor, (B,) int."""
-        self.caches = self.caches._replace(last_positions=last_positions)
+    def set_max_seq_length(self, max_seq_length: int) -> None:
+        """Let longrope choose its factors for texts of up to this length, which is less than the
+        caches hold."""
+        self.caches = self.caches._replace(max_seq_length=max_seq_length)
 
     def for_draft(
         self, model: Transformer, on_layers: Sequence[int] | None = None, num_scratch: int = 0
@@ -88,7 +89,7 @@ class ModelRunner:
         runner = ModelRunner(
             model, self.B, S, slack, self.compile, self.compile_prompts, layers, self.cache_type
         )
-        runner.set_last_positions(self.caches.last_positions)
+        runner.set_max_seq_length(self.caches.max_seq_length)
         return runner
 
     def row_view(self, begin: int, end: int) -> "ModelRunner":

@@ -10,7 +10,6 @@ Keys and values of a position depend only on the ids up to it, so they are equal
 common prefix.
 """
 
-import math
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -62,8 +61,6 @@ class Request(RequestStatistics):
     # launched steps have run. The newest token does not count, because no cache holds it yet.
     draft_lag: int = 0
     can_draft: bool = True  # did the drafter have a proposal?
-    # Past this length longrope takes its long factors, and all keys are recomputed once.
-    short_length: float = math.inf
 
     @property
     def path(self) -> str:
@@ -77,15 +74,8 @@ class Request(RequestStatistics):
 
     @property
     def end(self) -> int:
-        """The index of the last token to decide for now. With longrope that is at most
-        `short_length`: there the text is recomputed with the long factors, and then goes on."""
-        return min(len(self.prompt) - 1 + self.max_new_tokens, self.short_length)
-
-    @property
-    def max_position(self) -> int:
-        """An upper bound on the positions that run before `end` is decided, by which longrope picks
-        its factors."""
-        return self.end if self.short_length == math.inf else self.short_length - 1
+        """The index of the last token to decide."""
+        return len(self.prompt) - 1 + self.max_new_tokens
 
     @property
     def ending(self) -> str | None:
@@ -128,8 +118,6 @@ class Slot:
     ids: list[int] = field(default_factory=list)  # behind the positions of a free slot
     num_draft: int = 0  # leading positions that the draft's cache holds too
     num_written: int = 0  # positions that may not be zero
-    # For each model with caches: whether longrope takes the text for a long one.
-    is_long: tuple[bool, ...] = ()
     keeps_prefixes: bool = True  # can another text take over the first positions of its caches?
 
     def cached_ids(self) -> list[int]:
@@ -145,25 +133,16 @@ class Slot:
 
 
 class Scheduler:
-    """The waiting requests, in order of arrival, and the slots. `short_lengths`: for each model
-    with caches the length up to which longrope takes a text for a short one, infinite for other
-    models. `keeps_prefixes`: as of model.KVCache."""
+    """The waiting requests, in order of arrival, and the slots. `keeps_prefixes`: as of
+    model.KVCache."""
 
-    def __init__(self, num_slots: int, short_lengths: Sequence[float], keeps_prefixes: bool = True):
+    def __init__(self, num_slots: int, keeps_prefixes: bool = True):
         self.slots = [Slot(index, keeps_prefixes=keeps_prefixes) for index in range(num_slots)]
         self.waiting: deque[Request] = deque()
-        self.short_lengths = short_lengths
 
     def add(self, request: Request) -> None:
         """Put a new request in line."""
-        short_length = self.short_lengths[0]
-        if len(request.prompt) <= short_length:
-            request.short_length = short_length
         self.waiting.append(request)
-
-    def are_long(self, request: Request) -> tuple[bool, ...]:
-        """For each model with caches: does longrope take the request for a long text?"""
-        return tuple(request.max_position >= length for length in self.short_lengths)
 
     @property
     def running(self) -> list[Request]:
@@ -189,29 +168,23 @@ class Scheduler:
         if not self.waiting or not free:
             return None
         request = self.waiting.popleft()
-        is_long = self.are_long(request)
-        num_shared = self.count_shared(request, is_long)
+        num_shared = self.count_shared(request)
         source = max(self.slots, key=num_shared.get)
         slot = min(free, key=lambda slot: cost_of(slot, num_shared[slot]))
         if num_shared[source] < num_shared[slot] + MIN_REUSED:
             source = slot
         slot.num_draft = min(source.num_draft, num_shared[source])
         slot.request = request
-        slot.is_long = is_long
         request.slot = slot
         return request, source, num_shared[source]
 
-    def count_shared(self, request: Request, is_long: tuple[bool, ...]) -> dict[Slot, int]:
+    def count_shared(self, request: Request) -> dict[Slot, int]:
         """Slot -> the length of the prefix that it shares with the request's prompt. The prompt's
         last token must run, and all of a prompt whose log-probabilities are recorded: slots keep no
         hidden states."""
         is_recorded = request.num_prompt_logprobs is not None
         prefix = [] if is_recorded else request.prompt[:-1]
-        num_shared = {}
-        for slot in self.slots:
-            ids = slot.cached_ids() if slot.is_long == is_long else []
-            num_shared[slot] = common_prefix(prefix, ids)
-        return num_shared
+        return {slot: common_prefix(prefix, slot.cached_ids()) for slot in self.slots}
 
     def release(self, request: Request, num_overrun: int) -> None:
         """Free the slot of a finished request. The slot keeps the positions that are known to be

@@ -84,7 +84,6 @@ class State(nn.Module):
         fixed("pos", B, value=S)
         fixed("prompt_length", B)
         fixed("end", B)  # where to stop: the row is full, or longrope changes
-        fixed("last_positions", B)  # as in model.Caches
         fixed("done", B, value=True)
         fixed("seed", B)
         fixed("stop_ids", B, MAX_STOP_IDS, value=-1)
@@ -123,7 +122,6 @@ class State(nn.Module):
             "stop_ids": torch.tensor(stop_ids + no_stop_ids),
             "prompt_length": len(request.prompt),
             "end": request.end,
-            "last_positions": request.max_position,
             "seed": request.seed,
             "may_draft": request.may_draft,
             "values": request.sampling.values,

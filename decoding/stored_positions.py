@@ -23,8 +23,6 @@ class CachedPrefix(NamedTuple):
 
     slot: int
     ids: list[int]
-    # For each model with caches: whether they were computed as those of a long text.
-    is_long: tuple[bool, ...]
 
 
 def find_longest_prefix(engine: Engine, prompts: Sequence[Sequence[int]]) -> CachedPrefix:
@@ -37,15 +35,14 @@ def find_longest_prefix(engine: Engine, prompts: Sequence[Sequence[int]]) -> Cac
     if len(engine.runners) > 1:
         # A draft's own caches may lack the positions that a round or plain steps decided.
         num_shared = min(num_shared, slot.num_draft)
-    return CachedPrefix(slot.index, ids[:num_shared], slot.is_long)
+    return CachedPrefix(slot.index, ids[:num_shared])
 
 
 def prefix_tensors(engine: Engine, prefix: CachedPrefix) -> dict[str, Tensor]:
-    """Name -> tensor of a beginning: views of the caches, the ids, and `long`."""
+    """Name -> tensor of a beginning: views of the caches, and the ids."""
     ids = torch.tensor(prefix.ids, dtype=torch.int64)
-    is_long = torch.tensor(prefix.is_long)
     tensors = slot_tensors(engine.runners, prefix.slot, 0, len(ids))
-    return tensors | {"ids": ids, "long": is_long}
+    return tensors | {"ids": ids}
 
 
 def restore(
@@ -60,7 +57,6 @@ def restore(
     for name, view in slot_tensors(engine.runners, slot.index, 0, num_positions).items():
         fitting = [slice(size) for size in view.shape]
         view.copy_(tensors[name][tuple(fitting)])
-    slot.is_long = tuple(tensors["long"].tolist())
     slot.store(ids, num_written=max(num_positions, slot.num_written))
     slot.num_draft = num_positions
-    return CachedPrefix(slot.index, ids, slot.is_long)
+    return CachedPrefix(slot.index, ids)

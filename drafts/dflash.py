@@ -82,10 +82,10 @@ class DFlashModel(HiddenStateModel):
         self,
         context: Tensor,
         pos: Tensor,
-        last_positions: Tensor | None,
+        max_seq_length: int,
     ) -> list[tuple[Tensor, Tensor]]:
         """Each layer's keys and values (B, G, T, E) of a context (B, T, D) at pos (B, T)."""
-        cos, sin = self.rope(pos, last_positions)
+        cos, sin = self.rope(pos, max_seq_length)
         keys_values = []
         for layer in self.layers:
             attention = layer.attention
@@ -106,7 +106,7 @@ class DFlashModel(HiddenStateModel):
         target has recorded. Returns the context (B, T, D)."""
         pos = pos.expand(tokens.shape)
         context = self.target_states(caches, pos)
-        keys_values = self.keys_values(context, pos, caches.last_positions)
+        keys_values = self.keys_values(context, pos, caches.max_seq_length)
         for cache, (k, v) in zip(caches.layers, keys_values, strict=True):
             cache.update(k, v, pos)
         return context

@@ -118,7 +118,9 @@ class EagleModel(HiddenStateModel):
         inputs = torch.cat((embedded, normed), dim=-1)  # (B, T, 2D)
         visible = self.visible_by_window(pos, caches, inputs.dtype)[self.windows[0]]
         x = normed if self.eagle.norm_before_residual else state
-        x = x + layer.attention(inputs, pos, self.rope(pos), visible, caches.layers[0])
+        x = x + layer.attention(
+            inputs, pos, self.rope(pos, caches.max_seq_length), visible, caches.layers[0]
+        )
         return x + layer.ffn(layer.ffn_norm(x))
 
     def hidden(

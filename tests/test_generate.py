@@ -191,34 +191,35 @@ def test_the_plain_loop_refuses_what_it_cannot_decode(folder_of):
         next(decode(model, PROMPTS[0], max_new_tokens=1, **options))
 
 
-def test_longrope_follows_the_text_so_far_and_not_its_limit(folder_of):
-    """40 positions are the original context. As transformers generates, the text stays short up to
-    there, whatever the limit is, and is then computed anew as a long one: rows on both sides of it
-    in one batch, drafted ones too."""
+def test_longrope_follows_the_engines_length(folder_of):
+    """40 positions are the original context. An engine for texts of up to 40 takes the short
+    factors, and a longer one the long factors for all texts, as vLLM does. transformers computes
+    with the short ones up to there, and with the long ones in a pass over more tokens."""
     model = load_model(folder_of("phi-4-mini"), dtype=torch.float32)
-    prompts, want = [[*range(9, 9 + n)] for n in (10, 16, 39, 40, 41, 60)], []
-    for prompt in prompts:
-        with torch.no_grad():
-            text = oracle("phi-4-mini").generate(
-                torch.tensor([prompt]),
-                max_new_tokens=35,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        want.append(text[0, len(prompt) :].tolist())
-    recomputed = model(torch.tensor([prompts[0] + want[0]]), torch.arange(45))[0, 9].argmax()
-    assert recomputed != want[0][0], "the two kinds do not differ: nothing is shown"
-    plain = [
-        [*decode(model, prompt, sampling=Sampling(0), max_new_tokens=35)] for prompt in prompts
-    ]
-    assert plain == want
-    for drafter in (None, NgramDraft(1)):
-        assert rows_of(model, prompts, max_new_tokens=35, drafter=drafter) == want
-        engine = Engine(model, 2, 96, drafter=drafter, speculate_k=3)
-        for budgets in ([30, 31, 35, 1, 2, 20], [35] * 6):
-            rows = rows_of(model, prompts, max_new_tokens=budgets, engine=engine)
-            assert rows == [row[:n] for row, n in zip(want, budgets)]
+    prompts = [[*range(9, 9 + n)] for n in (10, 16, 29)]
+    twin = oracle("phi-4-mini")
+
+    def greedy(prompt: list[int], num_tokens: int, max_length: int) -> list[int]:
+        text = list(prompt)
+        for _ in range(num_tokens):
+            # Tokens after a position do not change its logits, only the choice of the factors.
+            padding = [0] * (max_length - len(text))
+            with torch.no_grad():
+                logits = twin(torch.tensor([text + padding])).logits
+            text.append(logits[0, len(text) - 1].argmax().item())
+        return text[len(prompt) :]
+
+    expected_by_length = {}
+    for max_length in (40, 41):
+        expected = [greedy(prompt, 10, max_length) for prompt in prompts]
+        expected_by_length[max_length] = expected
+        for drafter in (None, NgramDraft(1), ModelDraft(model)):
+            engine = Engine(model, 2, max_length, drafter=drafter, speculate_k=3)
+            assert rows_of(model, prompts, max_new_tokens=10, engine=engine) == expected
+    assert expected_by_length[40] != expected_by_length[41], "the factors make no difference here"
+    for max_new_tokens, max_length in ((11, 40), (12, 41)):
+        tokens = decode(model, prompts[2], sampling=Sampling(0), max_new_tokens=max_new_tokens)
+        assert [*tokens][:10] == expected_by_length[max_length][2]
 
 
 @pytest.mark.one_in(3)

@@ -36,13 +36,12 @@ from decoding.sampling import Sampling
 from decoding.scheduler import MIN_REUSED, common_prefix
 from decoding.statistics import Timing
 from decoding.stored_positions import find_longest_prefix
-from drafts.hybrid import HybridDraft
 from drafts.ngram import NgramDraft
-from generate import LLM, decode
+from generate import LLM
 from loading.checkpoint import Checkpoint, load_model
 from model import Block, KVCache
 from scripts.serve_flags import parse_args as server_flags
-from speculative import DraftLength, ModelDraft
+from speculative import ModelDraft
 
 COMMON = torch.randint(3, 60, (40,), generator=torch.Generator().manual_seed(2)).tolist()
 PROMPTS = [[*COMMON, 7], [*COMMON, 9, 8, 5, 21, 33, 4, 17, 50, 3, 11], [*COMMON, 9, 8, 6]]
@@ -158,91 +157,6 @@ def test_a_few_shared_positions_are_not_copied():
         prompts = [[*COMMON[:n], number, *COMMON] for number in (1, 2, 1)]
         rows_of(engine.model, prompts, engine=engine, max_new_tokens=1, timing=timing)
         assert timing.cached == [0, reused, len(prompts[0]) - 1]
-
-
-def test_a_host_that_reads_late_ends_longropes_texts():
-    """As on a GPU. The original length is a multiple of the chunk, so the last token of the text
-    that is computed anew runs beside the other request."""
-    target, _ = longrope()
-    expected = [*decode(target, COMMON, sampling=Sampling(0), max_new_tokens=12)]
-    for budget in (8, 9, 12):
-        engine = Engine(target, 2, 96)
-        engine.readback.host_lag = 2
-        engine.chunk = 16
-        id = engine.add_request(COMMON, sampling=Sampling(0), max_new_tokens=budget)
-        engine.add_request([5, 6, 7], sampling=Sampling(0), max_new_tokens=80)
-        request = engine.requests[id]
-        for _ in range(200):
-            engine.step()
-        assert not engine.has_unfinished() and request.tokens == expected[:budget]
-
-
-def test_a_recomputed_text_does_not_lend_its_draft_positions(monkeypatch):
-    """Rounds of suffix drafts are still unread when a text outgrows longrope's original length and
-    is computed anew. What they decide no longer counts, and neither do the positions by which they
-    fell short of K + 1."""
-    target, draft = longrope()
-    monkeypatch.setattr(DraftLength, "alpha", 0.001)  # take the suffix draft where there is one
-    monkeypatch.setattr("decoding.readback.host_lag", lambda device: 2)
-    engine = Engine(target, 1, 96, drafter=HybridDraft(ModelDraft(draft)), speculate_k=3)
-    engine.chunk = 16
-    options = {"engine": engine, "max_new_tokens": 50}
-    rows_of(target, [COMMON], **options)  # the text to look up
-    engine.clear()
-    id = engine.add_request(COMMON, sampling=Sampling(0), max_new_tokens=50)
-    request = engine.requests[id]
-    recompute = engine.recompute
-    unread_rounds = []
-
-    def recompute_and_note(request):
-        unread_rounds.extend(step.runs_model for *_, step in engine.readback.waiting)
-        recompute(request)
-
-    monkeypatch.setattr(engine, "recompute", recompute_and_note)
-    while engine.has_unfinished():
-        engine.step()
-        assert request.draft_lag >= 0
-    assert False in unread_rounds
-
-
-def longrope() -> tuple:
-    stretched = {
-        "rope_type": "longrope",
-        "rope_original_length": 48,
-        "rope_long": (9.0, 5.0),
-        "rope_short": (1.0, 1.5),
-    }
-    (target, draft), changes = pair(), stretched | {"rope_dim": 4}
-    found = []
-    for model in (target, draft):
-        other = (
-            type(model)(dataclasses.replace(model.config, **changes)).eval().requires_grad_(False)
-        )
-        other.load_state_dict(model.state_dict())
-        found.append(other)
-    return tuple(found)
-
-
-def test_long_and_short_texts_share_nothing():
-    """longrope: 48 positions are the original context. Two rows outgrow it, and are then computed
-    anew."""
-    target, draft = longrope()
-    (want,) = rows_of(target, [COMMON], max_new_tokens=40)
-    longer = COMMON + want[:20]
-    (want_longer,) = rows_of(target, [longer], max_new_tokens=10)
-    for drafter in (None, ModelDraft(draft)):
-        engine = Engine(target, 3, 96, drafter=drafter, speculate_k=3)
-        timing = Timing()
-        got = rows_of(
-            target, [COMMON] * 3, engine=engine, max_new_tokens=[8, 40, 40], timing=timing
-        )
-        assert got == [want[:8], want, want] and timing.cached == [0, 39, 39]
-        assert [slot.is_long[0] for slot in engine.scheduler.slots] == [False, True, True]
-        timing = Timing()
-        got = rows_of(
-            target, [longer, COMMON], engine=engine, max_new_tokens=[10, 8], timing=timing
-        )
-        assert got == [want_longer, want[:8]] and timing.cached == [59, 39]
 
 
 @pytest.mark.compiled
@@ -400,6 +314,30 @@ def draft_folder(kind: str, target, folder):
     tensors = eagle_tensors("midlayer", 3 * 64)
     tensors["t2d"] = torch.zeros(384, dtype=torch.bool)
     return written(folder, {**SAFEAI, "vocab_size": 384}, tensors)
+
+
+def test_longropes_factors_are_named_and_stored(ran, text_folder, tmp_path):
+    """A text up to the original context, then one that may outgrow it: the start says which factors
+    it takes, and positions that were rotated by the others are refused."""
+    folder = shutil.copytree(text_folder, tmp_path / "longrope")
+    config = json.loads((folder / "config.json").read_text())
+    num_pairs = config["hidden_size"] // config["num_attention_heads"] // 2
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0}
+    rope["original_max_position_embeddings"] = 64
+    rope["short_factor"] = [1.0] * num_pairs
+    rope["long_factor"] = [5.0] * num_pairs
+    config["rope_parameters"] = rope
+    (folder / "config.json").write_text(json.dumps(config))
+    file = tmp_path / "cache"
+    flags = ("--checkpoint", folder, "--prompt", TEXT, "--prompt_cache", file)
+    _, err = ran(*flags, "--max_seq_length", 64)
+    assert "long factors" not in err
+    _, err = ran(*flags, "--max_seq_length", 64)
+    assert "tokens read in" in err
+    with pytest.raises(ValueError, match="longrope's long factors: False there, True here"):
+        ran(*flags, "--max_seq_length", 65)
+    _, err = ran(*flags[:4], "--max_seq_length", 65)
+    assert "longrope takes its long factors, since texts may have 65 tokens" in err
 
 
 @pytest.mark.one_in(5)
@@ -901,7 +839,6 @@ WRONG = {
     "ids of another shape": (lambda t, m: t.update(ids=t["ids"][None].clone()), "checksum: "),
     "one number for ids": (lambda t, m: t.update(ids=t["ids"][0].clone()), "checksum: "),
     "other ids": (lambda t, m: t["ids"].add_(1), "checksum: "),
-    "as a long text": (lambda t, m: t["long"].fill_(True), "checksum: "),
     "keys and values in each other's place": (swap, "checksum: "),
 }
 
