@@ -251,8 +251,8 @@ def llama3_scaling(stored: Blocks, head_dim: int, theta: float) -> dict | None:
 
 # ----------------------------------------------------------------------------------- vocabularies
 
-# For each tokenizer.ggml.pre, the patterns that split a text in turn before pieces are merged. Only
-# names that files of our families have are listed.
+# The patterns that split a text in turn before pieces are merged, and every tokenizer.ggml.pre that
+# llama.cpp 0.3.36 has for them. Only splits that files of our families have are listed.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 QWEN2 = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -296,34 +296,35 @@ HUNYUAN_DENSE = (
     r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-SPLITS = {
-    "chatglm-bpe": (LLAMA3_PATTERN,),
-    "dbrx": (LLAMA3_PATTERN,),
-    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN, r"\p{N}"),
-    "deepseek-llm": DEEPSEEK_LLM,
-    "deepseek-r1-qwen": (QWEN2,),
-    "exaone4": (GPT2,),
-    "falcon3": (LLAMA3_PATTERN,),
-    "glm4": (LLAMA3_PATTERN,),
-    "gpt-2": (GPT2,),
-    "gpt-4o": (O200K,),
-    "hunyuan": (QWEN2,),
-    "hunyuan-dense": HUNYUAN_DENSE,
-    "llama-bpe": (LLAMA3_PATTERN,),
-    "llama-v3": (LLAMA3_PATTERN,),
-    "llama3": (LLAMA3_PATTERN,),
-    "olmo": (GPT2,),
-    "qwen2": (QWEN2,),
-    "refact": (r"\p{N}", GPT2),
-    "seed-coder": (SEED,),
-    "smaug-bpe": (LLAMA3_PATTERN,),
-    "smollm": (r"\p{N}", GPT2),
-    "starcoder": (r"\p{N}", GPT2),
-    "tekken": (TEKKEN_PATTERN,),
+NAMES_BY_SPLIT = {
+    (LLAMA3_PATTERN,): """
+        chatglm-bpe dbrx falcon-h1 falcon3 glm4 glm5 jina-v5-nano lfm2 llama-bpe llama-v3 llama3
+        midm-2.0 pixtral smaug-bpe
+    """,
+    (QWEN2,): """
+        deepseek-r1-qwen f2llmv2 grok-2 hunyuan kormo megrez qwen2 solar-open stablelm2
+    """,
+    (GPT2,): """
+        a.x-4.0 exaone4 gigachat gpt-2 granite-docling jais jina-de jina-es jina-v1-en jina-v2-code
+        jina-v2-de jina-v2-es mellum modern-bert mpt olmo phi-2 roberta-bpe trillion
+    """,
+    (r"\p{N}", GPT2): """
+        codeshell command-r exaone mellum2 minerva-7b refact smollm starcoder
+    """,
+    (r"\p{N}{1,3}", LLAMA3_PATTERN): "minicpm5",
+    (O200K,): "gpt-4o kanana2 llama4 minimax-m2 talkie",
+    (TEKKEN_PATTERN,): "tekken",
+    (SEED,): "seed-coder",
+    HUNYUAN_DENSE: "deepseek-v3 hunyuan-dense hy_v4 joyai-llm",
+    DEEPSEEK_LLM: "deepseek-llm",
+    (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN, r"\p{N}"): "deepseek-coder",
 }
-# With these llama.cpp puts BOS first unless the file says otherwise. With these and GLM-4's it does
-# not merge a word that is a token.
-ADDS_BOS = ("falcon3", "llama-bpe", "llama-v3", "llama3", "tekken")
+SPLITS = {name: split for split, names in NAMES_BY_SPLIT.items() for name in names.split()}
+# With these llama.cpp puts BOS first unless the file says otherwise.
+BOS_NAMES = "falcon-h1 falcon3 jina-v5-nano lfm2 llama-bpe llama-v3 llama3 midm-2.0 pixtral tekken"
+ADDS_BOS = BOS_NAMES.split()
+# With these it does not merge a word that is a token.
+IGNORES_MERGES = (*ADDS_BOS, "glm4", "glm5", "minicpm5")
 # Types of tokens, as sentencepiece numbers them.
 NORMAL = 1
 UNKNOWN = 2
@@ -464,7 +465,7 @@ class Vocabulary:
                 added_tokens.append({"id": id, "content": token, "special": is_special, **flags})
         model = {
             "type": "BPE",
-            "ignore_merges": self.pre in (*ADDS_BOS, "glm4"),
+            "ignore_merges": self.pre in IGNORES_MERGES,
             "vocab": vocab,
             "merges": self.keys["tokenizer.ggml.merges"],
         }

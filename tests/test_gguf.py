@@ -986,6 +986,12 @@ SEED = (
 )
 
 
+# DeepSeek V3's.
+KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # tiktoken's o200k_base, as published with gpt-oss.
 O200K = "|".join(
     (
@@ -1088,6 +1094,67 @@ def test_byte_level_vocabularies(pre, tmp_path):
         )
     assert got.encode("a <tool> b", bos=False).count(vocab["<tool>"]) == 1
     assert got.encode("<|im_end|>", bos=False) != [2] and got.parse("<|im_end|>") == [2]
+
+
+LLAMA3_BOS = "falcon-h1 falcon3 jina-v5-nano lfm2 llama-bpe llama-v3 llama3 midm-2.0 pixtral"
+# llama.cpp's table in 0.3.36: the names of every split that is here, by the patterns that it
+# quotes from the published tokenizer.json, with whether they put BOS first and leave words that are
+# tokens unmerged.
+TABLE = [
+    (LLAMA3_BOS, [LLAMA3], True, True),
+    ("glm4 glm5", [LLAMA3], False, True),
+    ("chatglm-bpe dbrx smaug-bpe", [LLAMA3], False, False),
+    ("minicpm5", [r"\p{N}{1,3}", LLAMA3.replace("{1,3}", "+")], False, True),
+    (
+        "deepseek-r1-qwen f2llmv2 grok-2 hunyuan kormo megrez qwen2 solar-open stablelm2",
+        [LLAMA3.replace("{1,3}", "")],
+        False,
+        False,
+    ),
+    ("gpt-4o kanana2 llama4 minimax-m2 talkie", [O200K], False, False),
+    ("seed-coder", [SEED], False, False),
+    (
+        "a.x-4.0 exaone4 gigachat gpt-2 granite-docling jais jina-de jina-es jina-v1-en"
+        " jina-v2-code jina-v2-de jina-v2-es mellum modern-bert mpt olmo phi-2 roberta-bpe"
+        " trillion",
+        [GPT2],
+        False,
+        False,
+    ),
+    (
+        "codeshell command-r exaone mellum2 minerva-7b refact smollm starcoder",
+        [r"\p{N}", GPT2],
+        False,
+        False,
+    ),
+    ("deepseek-v3 hunyuan-dense hy_v4 joyai-llm", [r"\p{N}{1,3}", KANA, DEEPSEEK3], False, False),
+]
+
+
+@pytest.mark.parametrize(("names", "patterns", "adds_bos", "ignores_merges"), TABLE)
+def test_every_name_of_a_split_that_is_here(names, patterns, adds_bos, ignores_merges):
+    from tokenizers import Regex, Tokenizer, pre_tokenizers
+
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    expected = pre_tokenizers.Sequence([*splits, byte_level])
+    for name in names.split():
+        vocabulary = gguf_metadata.Vocabulary(
+            {
+                "tokenizer.ggml.model": "gpt2",
+                "tokenizer.ggml.pre": name,
+                "tokenizer.ggml.tokens": ["a", "b", "<s>"],
+                "tokenizer.ggml.token_type": [1, 1, 3],
+                "tokenizer.ggml.merges": [],
+                "tokenizer.ggml.bos_token_id": 2,
+            }
+        )
+        tokenizer = Tokenizer.from_str(vocabulary.tokenizer_json().decode())
+        for text in TEXTS:
+            words = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+            assert words == expected.pre_tokenize_str(text), name
+        assert tokenizer.encode("a").ids == ([2, 0] if adds_bos else [0]), name
+        assert tokenizer.model.ignore_merges == ignores_merges, name
 
 
 TEMPLATE = (

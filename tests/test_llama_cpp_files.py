@@ -6,6 +6,7 @@ template writes is decided by transformers.
 """
 
 import json
+import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from conftest import ROOT
 
 from loading.chat_templates import ChatTemplate
+from loading.gguf_metadata import ADDS_BOS, IGNORES_MERGES, SPLITS
 from loading.tokenizer import load_tokenizer
 
 PACKAGE = "llama_cpp_python-0.3.36"
@@ -28,11 +30,13 @@ pytestmark = [
 ]
 
 VOCABULARIES = [
+    "command-r",
     "deepseek-coder",
     "deepseek-llm",
     "gpt-2",
     "llama-bpe",
     "llama-spm",
+    "mpt",
     "phi-3",
     "qwen2",
     "refact",
@@ -41,10 +45,8 @@ VOCABULARIES = [
 # What the other vocabularies name, and whose it is. No model of these architectures runs here.
 REFUSED = {
     "bert-bge": "tokenizer.ggml.model = 'bert'",  # WordPiece of an encoder
-    "command-r": "tokenizer.ggml.pre = 'command-r'",  # Cohere
     "falcon": "tokenizer.ggml.pre = 'falcon'",
     "gemma-4": "tokenizer.ggml.model = 'gemma4'",  # BPE over sentencepiece's marks
-    "mpt": "tokenizer.ggml.pre = 'mpt'",
     "qwen35": "tokenizer.ggml.pre = 'qwen35'",  # linear attention
 }
 SEPARATOR = b"\n__ggml_vocab_test__\n"
@@ -174,6 +176,46 @@ def test_other_golden_vocabularies_are_refused_by_what_they_name(models):
         with pytest.raises(ValueError) as refusal:
             load_tokenizer(models / f"ggml-vocab-{name}.gguf")
         assert setting in str(refusal.value), name
+
+
+def table_of_splits() -> dict[str, tuple[tuple[str, ...], bool, bool]]:
+    """llama-vocab.cpp's tokenizer.ggml.pre -> (patterns, puts BOS first, leaves words that are
+    tokens unmerged)."""
+    with tarfile.open(FILE) as archive:
+        name = f"{PACKAGE}/vendor/llama.cpp/src/llama-vocab.cpp"
+        code = re.sub(r"^ *//.*", "", archive.extractfile(name).read().decode(), flags=re.M)
+    patterns = {}
+    begin = code.index("switch (vocab.get_pre_type())")
+    for cases in code[begin : code.index("byte_encode = true")].split("break;"):
+        literals = re.findall(r'^ *"((?:[^"\\]|\\.)*)"', cases, flags=re.M)
+        values = tuple(literal.replace("\\\\", "\\") for literal in literals)
+        if "byte_encode = false" not in cases:
+            patterns |= dict.fromkeys(
+                re.findall(r"case LLAMA_VOCAB_PRE_TYPE_(\w+):", cases), values
+            )
+    table = {}
+    begin = code.index('tokenizer_pre == "default"')
+    for branch in code[begin : code.index("unknown pre-tokenizer type")].split("else if"):
+        pre_type = re.search(r"pre_type = LLAMA_VOCAB_PRE_TYPE_(\w+)", branch)
+        row = (
+            patterns.get(pre_type[1]) if pre_type else None,
+            "add_bos = true" in branch,
+            "ignore_merges = true" in branch,
+        )
+        table |= dict.fromkeys(re.findall(r'tokenizer_pre == "([^"]+)"', branch), row)
+    return table
+
+
+def test_vocabularies_have_every_name_that_llama_cpp_has_for_their_split():
+    table = table_of_splits()
+    assert len(table) > 80
+    assert SPLITS.keys() <= table.keys()
+    here = {table[name][0] for name in SPLITS}
+    assert {name for name, (patterns, *_) in table.items() if patterns in here} == SPLITS.keys()
+    assert set(ADDS_BOS) == {name for name in SPLITS if table[name][1]}
+    assert set(IGNORES_MERGES) == {name for name in SPLITS if table[name][2]}
+    for split in set(SPLITS.values()):  # one split of ours is one of theirs
+        assert len({table[name][0] for name in SPLITS if SPLITS[name] == split}) == 1
 
 
 def rendered(source: str, messages: list[dict], **conversation) -> str | None:
