@@ -424,14 +424,16 @@ def stored_rope(hf: Section, family: Family) -> tuple[Section, Section]:
 
 def rope_type_of(rope: Section, family: Family) -> str:
     """One of ROPE_KEYS, for which all keys of RoPE's object have a meaning. v4 also calls the key
-    `type`, and an object with a theta alone scales nothing."""
+    `type`; v5 writes the newer name of an alias beside it. An object with a theta alone scales
+    nothing."""
+    for key in ("rope_type", "type"):
+        rope[key] = family.rope_aliases.get(str(rope.get(key)), rope.get(key))
     rope_type = rope.agreed("rope_type", rope, "type")
     stored_keys = {key for key, value in rope.items() if value is not None}
     if rope.get("partial_rotary_factor") == 1:
         stored_keys.remove("partial_rotary_factor")
     if not rope_type and stored_keys <= {"rope_theta", "partial_rotary_factor"}:
         rope_type = "default"
-    rope_type = family.rope_aliases.get(str(rope_type), rope_type)
     rope["rope_type"] = rope_type
     if str(rope_type) not in ROPE_KEYS:
         raise rope.refused("rope_type", f"is not supported; supported: {', '.join(ROPE_KEYS)}")

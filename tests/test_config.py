@@ -53,6 +53,40 @@ def test_v4_and_v5_spelling_agree(family, folder_of):
     assert v5.dtype == "float32"
 
 
+LONG = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+MROPE = {"mrope_section": [2, 3, 3]}
+FIRST_SPELLINGS = [  # (model_type, RoPE's object as first published)
+    ("llama", {"type": "linear", "factor": 2.0}),
+    ("qwen2", {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40}),
+    ("phi3", {"type": "longrope", **LONG}),
+    ("phi3", {"type": "yarn", **LONG}),
+    ("hunyuan_v1_dense", {"type": "dynamic", "alpha": 50.0, "factor": 1.0}),
+    ("qwen2_5_vl_text", {"type": "mrope", **MROPE}),
+    ("qwen2_5_vl_text", {"rope_type": "mrope", **MROPE}),
+    ("qwen3_vl_text", {"rope_type": "default", "mrope_interleaved": True, **MROPE}),
+]
+
+
+@pytest.mark.parametrize("model_type, rope", FIRST_SPELLINGS, ids=str)
+def test_what_transformers_saves_again_means_the_same(model_type, rope):
+    """It writes the newer name of a rope type beside the older, which it keeps."""
+    from transformers import AutoConfig
+
+    hf = {**BASE, "model_type": model_type, "head_dim": 16, "rope_scaling": rope}
+    if model_type == "phi3":
+        hf["original_max_position_embeddings"] = 40
+    saved = AutoConfig.for_model(**copy.deepcopy({**hf, "pad_token_id": 0})).to_dict()
+    assert config_from_hf(saved) == config_from_hf(hf)
+    if "type" in rope:
+        assert {*rope} < {*saved["rope_parameters"]}
+
+
+def test_two_rope_types_that_disagree_are_refused():
+    rope = {"rope_type": "longrope", "type": "linear", "rope_theta": 1e4, **LONG}
+    with pytest.raises(ValueError, match=r"rope_type = 'longrope' .*type = 'linear' disagree"):
+        config_from_hf({**LLAMA, "model_type": "phi3", "rope_parameters": rope})
+
+
 REFUSED = [  # (config, what the message must name)
     ({**LLAMA, "hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ({**LLAMA, "logits_scaling": 8}, "logits_scaling = 8"),
