@@ -152,7 +152,8 @@ def load_chat_template(
     folder: Path, tokenizer_config: dict, variables: dict[str, str]
 ) -> ChatTemplate | None:
     """The template in chat_template.jinja, tokenizer_config.json or chat_template.json, with the
-    one for tools called "tool_use". ValueError names a file that cannot be read."""
+    one for tools called "tool_use", which serves for all if it is the only one, as in llama.cpp.
+    ValueError names a file that cannot be read."""
     file = folder / "chat_template.jinja"
     if file_exists(file):
         tool_file = folder / "additional_chat_templates" / "tool_use.jinja"
@@ -167,10 +168,10 @@ def load_chat_template(
             sources = {entry["name"]: entry["template"] for entry in sources}
         if not isinstance(sources, dict):
             sources = {"default": sources}
-    source = sources.get("default")
+    tool_source = sources.get("tool_use")
+    source = sources.get("default", tool_source)
     if source is None:
         return None
-    tool_source = sources.get("tool_use")
     with error_prefix(file):
         for_tools = ChatTemplate(tool_source, variables) if tool_source else None
         return ChatTemplate(source, variables, for_tools)

@@ -358,6 +358,9 @@ def special_ids(keys: Mapping[str, object], *roles: str) -> dict[str, int]:
     return {role: id for role, id in ids.items() if id is not None}
 
 
+TEMPLATE_KEY = "tokenizer.chat_template"  # of the default one; others have their name behind it
+
+
 class Vocabulary:
     """The keys below "tokenizer." of a file, and the tokenizer's files that say the same."""
 
@@ -418,8 +421,13 @@ class Vocabulary:
                 for id, token_type in enumerate(self.types)
                 if token_type == USER_DEFINED
             }
-        if "tokenizer.chat_template" in self.keys:
-            config["chat_template"] = self.keys["tokenizer.chat_template"]
+        templates = []
+        for key, source in self.keys.items():
+            if key == TEMPLATE_KEY or key.startswith(f"{TEMPLATE_KEY}."):
+                name = key[len(TEMPLATE_KEY) + 1 :] or "default"
+                templates.append({"name": name, "template": source})
+        if templates:
+            config["chat_template"] = templates
         return config
 
     def generation_config(self) -> dict:

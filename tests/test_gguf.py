@@ -27,7 +27,7 @@ from cli.main import main
 from cli.quantize import main as quantize
 from loading.checkpoint import load_config, load_model
 from loading.saving import save_model
-from loading.tokenizer import load_tokenizer
+from loading.tokenizer import copy_files, load_tokenizer
 from tp import Ranks
 from weights.walker import named_linears, quantized_linears
 
@@ -1178,6 +1178,39 @@ def test_templates_and_stops(tmp_path, story_tokenizer):
     ids = tokenizer.chat([{"role": "user", "content": "the cat </s>"}])
     assert ids[0] == 1 and ids[-1] == 2 and ids.count(2) == 1  # the one in the message stays text
     assert tokenizer.decode(ids) == "[user]the cat </s>"
+
+
+NAMED_TEMPLATES = {
+    "default": "{{ messages[0].content }}",
+    "rag": "{{ documents }}",
+    "tool_use": "{{ tools[0].name }} {{ messages[0].content }}",
+}
+
+
+@pytest.mark.parametrize("names", [["default", "rag", "tool_use"], ["tool_use"], ["default"]])
+def test_a_template_for_tools(names, tmp_path, story_tokenizer):
+    """With tools the file's template of that name, as in a folder with the same templates; without
+    tools the default one, or the only one, as in llama.cpp. quantize.py's folder keeps them."""
+    templates = [{"name": name, "template": NAMED_TEMPLATES[name]} for name in names]
+
+    def keys(writer):
+        from_sentencepiece(writer, story_tokenizer)
+        writer.add_chat_template(templates)
+
+    file = write_vocabulary(tmp_path / "m.gguf", keys)
+    copy_files(file, tmp_path)
+    for tokenizer in (load_tokenizer(file), load_tokenizer(tmp_path)):
+        messages = [{"role": "user", "content": "the cat"}]
+        if "default" in names:
+            assert tokenizer.decode(tokenizer.chat(messages)) == "the cat"
+        if "tool_use" in names:
+            ids = tokenizer.chat(messages, tools=[{"name": "clock"}])
+            assert tokenizer.decode(ids) == "clock the cat"
+        else:
+            with pytest.raises(ValueError, match="does not mention tools"):
+                tokenizer.chat(messages, tools=[{"name": "clock"}])
+        expected = NAMED_TEMPLATES["default" if "default" in names else "tool_use"]
+        assert tokenizer.template.source == expected
 
 
 @pytest.mark.parametrize(
