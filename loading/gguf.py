@@ -250,9 +250,21 @@ def dequantize_by_package(stored_type: StoredType, rows: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------ files
 
 
+class Entries(dict):
+    """A file's keys or tensors by name, which `noun` begins: looking up one that is missing is a
+    ValueError."""
+
+    def __init__(self, noun: str, entries: Mapping[str, object]):
+        super().__init__(entries)
+        self.noun = noun
+
+    def __missing__(self, name: str):
+        raise ValueError(f"the file has no {self.noun}{name}: make it again, or fetch another")
+
+
 class GgufFile(NamedTuple):
-    keys: dict[str, object]
-    tensors: dict[str, Blocks]
+    keys: Entries
+    tensors: Entries  # of Blocks
 
 
 class Header:
@@ -317,6 +329,8 @@ def parse_version(path: Path, mtime_ns: int) -> GgufFile:
     data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)  # mapped
     header = Header(memoryview(data.numpy()))
     version = header.number("I")
+    if version % 2**16 == 0:
+        raise ValueError("a big-endian file; gguf-convert-endian FILE little makes it readable")
     if version not in (2, 3):
         raise ValueError(f"version {version} is not supported; supported: 2 and 3")
     num_tensors = header.number("Q")
@@ -326,7 +340,8 @@ def parse_version(path: Path, mtime_ns: int) -> GgufFile:
     if not isinstance(alignment, int) or alignment < 8 or alignment % 8:
         raise ValueError(f"general.alignment = {alignment!r} must be a multiple of 8")
     begin = -(-header.position // alignment) * alignment
-    return GgufFile(keys, map_tensors(infos, data[begin:], alignment))
+    tensors = map_tensors(infos, data[begin:], alignment)
+    return GgufFile(Entries("key ", keys), Entries("tensor ", tensors))
 
 
 def map_tensors(infos: list[tuple], data: Tensor, alignment: int) -> dict[str, Blocks]:
@@ -371,7 +386,7 @@ def parts_of(path: Path) -> list[Path]:
 
 def open_model(path: Path) -> GgufFile:
     """The keys of a model's first file, and the tensors of all."""
-    tensors = {}
+    tensors = Entries("tensor ", {})
     for file in parts_of(path):
         tensors |= parse(file).tensors
     return GgufFile(parse(path).keys, tensors)

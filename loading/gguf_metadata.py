@@ -18,6 +18,7 @@ import torch
 from loading.families import FAMILIES, Family
 from loading.gguf import (
     Blocks,
+    Entries,
     GgufFile,
     common_value,
     file_errors,
@@ -92,15 +93,22 @@ def read_config(path: Path) -> dict:
 
 
 def config_of(model: GgufFile) -> dict:
+    file_type = model.keys.get("general.type", "model")
+    if file_type != "model":
+        raise ValueError(
+            f"general.type = {file_type!r:.60} is not supported; supported: model (--adapter takes"
+            " a LoRA adapter in PEFT's folder)"
+        )
     model_type = model_type_of(model.keys)
     family = FAMILIES[model_type]
     tensors = model.tensors
+    if not tensors:
+        raise ValueError("the file has a vocabulary and no tensors; give the model's file")
     prefix = f"{family.gguf.architecture}."
-    values = {
-        key.removeprefix(prefix): common_value(key, value)
-        for key, value in model.keys.items()
-        if key.startswith(prefix)
-    }
+    values = Entries(f"key {prefix}", {})
+    for key, value in model.keys.items():
+        if key.startswith(prefix):
+            values[key.removeprefix(prefix)] = common_value(key, value)
     check_keys(values, tensors, family, prefix)
     hf = {hf_key: values[key] for hf_key, key in REQUIRED.items()}
     hf["num_hidden_layers"] -= values.get("nextn_predict_layers", 0)

@@ -1289,7 +1289,12 @@ DAMAGED = "m.gguf: not a readable GGUF file, damaged or not completely fetched"
 BROKEN = {
     "magic": (flip(0, "4s", b"GGML"), "neither a folder nor a GGUF file"),
     "version 1": (flip(4, "I", 1), "version 1 is not supported"),
-    "big-endian": (flip(4, "I", 3 << 24), "version 50331648 is not supported"),
+    "big-endian": (
+        flip(4, "I", 3 << 24),
+        "a big-endian file; gguf-convert-endian FILE little makes it readable",
+    ),
+    "big-endian 2": (flip(4, "I", 2 << 24), "a big-endian file"),
+    "version 9": (flip(4, "I", 9), "version 9 is not supported; supported: 2 and 3"),
     "tensors": (flip(8, "Q", 2**60), "m.gguf: "),
     "keys": (flip(16, "Q", 2**40), DAMAGED),
     "more keys": (flip(16, "Q", 4000), DAMAGED),
@@ -1337,7 +1342,19 @@ BROKEN = {
     ),
     "no layers": (
         rename(b"llama.block_count", b"llama.block_count"[::-1]),
-        f"{DAMAGED}: 'block_count'",
+        "the file has no key llama.block_count",
+    ),
+    "no context": (
+        rename(b"llama.context_length", b"llama.context_lengXX"),
+        "llama.context_lengXX = ",
+    ),
+    "no embedding": (
+        rename(b"token_embd.weight", b"token_embX.weight"),
+        "the file has no tensor token_embd.weight",
+    ),
+    "no output": (
+        rename(b"blk.0.attn_output.weight", b"blk.0.attn_outpuX.weight"),
+        "the file has no tensor blk.0.attn_output.weight",
     ),
     "heads": (after(b"llama.attention.head_count", 4, "I", 3), "m.gguf"),
     "no heads": (after(b"llama.attention.head_count", 4, "I", 0), "m.gguf"),
@@ -1367,6 +1384,35 @@ def test_broken_files_are_one_line(what, good, tmp_path):
     with pytest.raises(ValueError, match=r"m.gguf") as error:
         load_model(file)
     assert message in str(error.value) and "\n" not in str(error.value), str(error.value)
+
+
+@pytest.mark.parametrize("file_type", ["adapter", "mmproj", "imatrix"])
+def test_other_files_of_llama_cpp_are_named(file_type, tmp_path):
+    """As convert_lora_to_gguf.py and llama.cpp's other programs write them."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_type(file_type)
+    writer.add_string("adapter.type", "lora")
+    writer.add_tensor("blk.0.attn_q.weight.lora_a", numpy.zeros((4, 64), dtype=numpy.float32))
+    with pytest.raises(ValueError, match=r"m.gguf: general.type = ") as error:
+        load_model(finish(writer, tmp_path / "m.gguf"))
+    assert f"'{file_type}' is not supported; supported: model" in str(error.value)
+
+
+def test_a_vocabulary_alone_is_a_tokenizer_and_no_model(tmp_path, story_tokenizer):
+    """As convert_hf_to_gguf.py --vocab-only writes it."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    from_sentencepiece(writer, story_tokenizer)
+    writer.add_block_count(1)
+    file = finish(writer, tmp_path / "m.gguf")
+    assert load_tokenizer(file).decode(load_tokenizer(file).encode("the cat")) == "the cat"
+    with pytest.raises(ValueError, match=r"m.gguf: the file has a vocabulary and no tensors"):
+        load_model(file)
+
+
+def test_a_key_of_the_vocabulary_that_is_missing_is_named(tmp_path):
+    file = write_vocabulary(tmp_path / "m.gguf", lambda w: w.add_tokenizer_model("llama"))
+    with pytest.raises(ValueError, match=r"m.gguf: the file has no key tokenizer.ggml.tokens"):
+        load_tokenizer(file)
 
 
 @pytest.mark.parametrize(
