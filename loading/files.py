@@ -49,8 +49,12 @@ def read_config_json(file: Path) -> dict:
 
     MLX writes a key "quantization", which older versions did not repeat. ModelOpt writes a file of
     its own, or puts the settings below such a key, and some versions leave quant_method out.
+    compressed-tensors called the key compression_config at first.
     """
     hf = read_json(file)
+    if isinstance(hf.get("compression_config"), dict):
+        older = {"quant_method": "compressed-tensors", **hf.pop("compression_config")}
+        hf.setdefault("quantization_config", older)
     mlx = hf.get("quantization")
     if isinstance(mlx, dict) and {"bits", "group_size"} <= mlx.keys():
         del hf["quantization"]

@@ -1262,6 +1262,27 @@ def wrapped(settings: dict) -> dict:
     return json.loads(text)
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8 rows", "packed bf16"])
+@pytest.mark.parametrize("names_method", [True, False])
+def test_compression_config_is_the_older_name_of_the_settings(
+    name, names_method, written, tmp_path
+):
+    """Of compressed-tensors; vLLM reads it too."""
+    folder = shutil.copytree(written(name)[0], tmp_path / "model")
+    expected = load_model(folder, pack=False)
+    hf = config_json(folder)
+    hf["compression_config"] = hf.pop("quantization_config") | {"quantization_status": "frozen"}
+    if not names_method:
+        del hf["compression_config"]["quant_method"]
+    (folder / "config.json").write_text(json.dumps(hf))
+    opened = checkpoint.Checkpoint(folder)
+    model = opened.load(pack=False)
+    assert opened.stored_scheme == "compressed-tensors"
+    for (key, linear), other in zip(linears(model).items(), linears(expected).values()):
+        assert linear.scheme == other.scheme, key
+        assert torch.equal(stored_weight(linear), stored_weight(other)), key
+
+
 @pytest.mark.parametrize("name", MIXED)
 def test_modules_of_a_wrapped_text_model_have_them_too(name, mixed, tmp_path):
     """Under the names of the model that the writer loaded, here Mistral 3's."""
