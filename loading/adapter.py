@@ -1,6 +1,7 @@
 """LoRA adapters in PEFT's layout, merged into the weights of a folder while they are read.
 
     merging_reader  a function that reads tensors -> one that reads merged tensors
+    read_adapter    an adapter's tensors by the names of the text model's
     scale_of        alpha / r of a matrix, from adapter_config.json
 
 Merged is W + alpha / r * B A (arXiv:2106.09685), computed in float32 and rounded once, to the
@@ -12,11 +13,13 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from loading.files import open_tensors, read_json
+from loading.families import Family
+from loading.files import open_tensors, read_json, text_model_tensors
 from loading.models import empty_model, expected_tensors
 from model import Config
 
@@ -42,21 +45,21 @@ PLAIN = {
 }
 
 
+class Adapter(NamedTuple):
+    """An adapter's tensors by the names of the text model's tensors that they change."""
+
+    pairs: dict[str, dict[str, object]]  # a matrix -> its "A" and "B"
+    modules: dict[str, str]  # a matrix -> PEFT's name of the module, which alpha_pattern matches
+    saved: dict[str, object]  # a tensor -> the one that replaces it
+
+
 def merging_reader(
-    folder: Path, config: Config, read: Callable[[str], Tensor]
+    folder: Path, family: Family, config: Config, read: Callable[[str], Tensor]
 ) -> Callable[[str], Tensor]:
-    """`read` with the adapter merged. ValueError names the key or tensor that is no plain LoRA of
-    this model."""
+    """`read` with the adapter merged. `family`: of the folder's config.json, a wrapper's where it
+    is one. ValueError names the key or tensor that is no plain LoRA of this model."""
     adapter_config = read_adapter_config(folder / "adapter_config.json")
-    pairs = {}  # a matrix's name -> its A and B
-    saved = {}  # the name of a tensor that the adapter replaces -> the new one
-    for name, stored in open_tensors([folder / "adapter_model.safetensors"]).items():
-        target, letter = target_of(name)
-        if letter is None:
-            saved[target] = stored
-        else:
-            pairs.setdefault(target, {})[letter] = stored
-    check_tensors(folder, config, pairs, saved)
+    pairs, modules, saved = read_adapter(folder, family, config)
 
     def read_merged(name: str) -> Tensor:
         weight = saved[name][...] if name in saved else read(name)
@@ -67,10 +70,29 @@ def merging_reader(
         delta = b @ a  # (out, in); an embedding's is (D, V)
         if name == EMBEDDING:
             delta = delta.T
-        scale = scale_of(adapter_config, name.removesuffix(".weight"), len(a))
+        scale = scale_of(adapter_config, modules[name], len(a))
         return torch.add(weight.float(), delta, alpha=scale)
 
     return read_merged
+
+
+def read_adapter(folder: Path, family: Family, config: Config) -> Adapter:
+    """The adapter's tensors, of which those of a wrapper's other parts are left out. ValueError
+    names one that fits no tensor of the text model."""
+    stored = open_tensors([folder / "adapter_model.safetensors"])
+    stored = {name.removeprefix("base_model.model."): tensor for name, tensor in stored.items()}
+    adapter = Adapter({}, {}, {})
+    for name, (original, tensor) in text_model_tensors(
+        {name: (name, tensor) for name, tensor in stored.items()}, family, config.n_layers
+    ).items():
+        target, letter = target_of(name)
+        if letter is None:
+            adapter.saved[target] = tensor
+        else:
+            adapter.pairs.setdefault(target, {})[letter] = tensor
+            adapter.modules[target] = target_of(original)[0].removesuffix(".weight")
+    check_tensors(folder, config, adapter.pairs, adapter.saved)
+    return adapter
 
 
 def read_adapter_config(file: Path) -> dict:
@@ -89,7 +111,6 @@ def read_adapter_config(file: Path) -> dict:
 def target_of(name: str) -> tuple[str, str | None]:
     """(the model's tensor that one of the adapter's belongs to, whether it is A, B or a new tensor
     itself)."""
-    name = name.removeprefix("base_model.model.")
     match = re.fullmatch(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", name)
     if match:
         return f"{match[1]}.weight", match[2]

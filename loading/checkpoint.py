@@ -162,7 +162,7 @@ class Checkpoint:
                     f"--adapter {self.adapter}: {self.path} is stored quantized; merge into the"
                     f" original weights"
                 )
-            read = merging_reader(self.adapter, config, read)
+            read = merging_reader(self.adapter, family_of(self.hf), config, read)
         return Weights(config, form._replace(notes=(*notes, *form.notes)), read)
 
     def load(

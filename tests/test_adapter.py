@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import BASE, FAMILIES, ROOT, WRAPPERS
 from safetensors.torch import load_file, save_file
 
 import cli.quantize as quantize_command
@@ -98,6 +98,77 @@ def test_merged_weights_are_pefts(base, tmp_path, options):
     assert not torch.allclose(
         load_model(base, dtype=torch.float32)(tokens, torch.arange(30)), want, atol=1e-2
     )
+
+
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "image_size": 16}
+VISION |= {"patch_size": 4, "num_attention_heads": 2}
+ALL_WRAPPERS = {
+    **{family: (family, wrapper) for family, wrapper in WRAPPERS.items()},
+    "gemma-3": (
+        "gemma-3",
+        {
+            "model_type": "gemma3",
+            "tie_word_embeddings": False,
+            "mm_tokens_per_image": 4,
+            "vision_config": {"model_type": "siglip_vision_model", **VISION},
+        },
+    ),
+    "mistral-small-3": (
+        "mistral-v0.2",
+        {
+            "model_type": "mistral3",
+            "tie_word_embeddings": False,
+            "vision_config": {"model_type": "pixtral", "head_dim": 16, **VISION},
+        },
+    ),
+    "ministral-3": (
+        "ministral-3",
+        {
+            "model_type": "mistral3",
+            "tie_word_embeddings": False,
+            "vision_config": {"model_type": "pixtral", "head_dim": 16, **VISION},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("family", ALL_WRAPPERS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"r": 4, "lora_alpha": 8, "target_modules": ATTENTION},
+        {
+            "r": 4,
+            "target_modules": ["q_proj", "v_proj"],
+            "alpha_pattern": {"model.language_model.layers.1.self_attn.v_proj": 64},
+            "modules_to_save": ["norm"],
+        },
+    ],
+)
+def test_an_adapter_of_a_wrapper_changes_its_text_model(family, options, tmp_path):
+    """Trained on the whole model as transformers 5 loads it, its vision tower too where a matrix
+    there has the same name."""
+    import peft
+
+    text, wrapper = ALL_WRAPPERS[family]
+    config = transformers.AutoConfig.for_model(**wrapper, text_config={**BASE, **FAMILIES[text]})
+    torch.manual_seed(3)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(model, peft.LoraConfig(**options))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            parameter.data.normal_(0, 0.1)
+    model.save_pretrained(tmp_path / "adapter")
+    theirs = model.merge_and_unload().eval()
+    tokens = torch.arange(5, 35)[None]
+    with torch.no_grad():
+        want = theirs(tokens).logits
+    checkpoint = Checkpoint(tmp_path / "base", tmp_path / "adapter")
+    ours = load_model(checkpoint, dtype=torch.float32)(tokens, torch.arange(30))
+    assert torch.allclose(ours, want, atol=2e-5)
+    bare = load_model(tmp_path / "base", dtype=torch.float32)(tokens, torch.arange(30))
+    assert not torch.allclose(bare, want, atol=1e-2)
 
 
 def test_without_lora_alpha_it_is_pefts_default(base, tmp_path):

@@ -21,7 +21,7 @@ from decoding.engine import Engine
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
 from generate import generate
-from loading.checkpoint import load_config, load_model
+from loading.checkpoint import Checkpoint, load_config, load_model
 from loading.config import config_from_hf
 from loading.saving import save_model
 from model import gelu
@@ -215,6 +215,43 @@ def test_a_wrapper_is_its_text_model(wrapper, text, lead, folder_of, tmp_path, c
     tokens = torch.arange(5, 25)[None]
     with torch.no_grad():
         assert torch.allclose(again(tokens).logits, oracle(text)(tokens).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("lead", ["language_model.model.", "model.language_model."])
+def test_an_adapter_of_a_wrapper_is_its_text_models(lead, folder_of, tmp_path):
+    """Names in PEFT's layout, with one matrix of the vision tower; test_adapter.py has PEFT's own
+    files."""
+    text = folder_of("gemma-3")
+
+    def adapter(path, lead, vision):
+        module = "layers.1.self_attn.q_proj"
+        pair = {"A": torch.full((2, 64), 0.1), "B": torch.full((128, 2), 0.1)}
+        names = [f"{lead}{module}", *vision]
+        tensors = {
+            f"base_model.model.{name}.lora_{letter}.weight": part.clone()
+            for name in names
+            for letter, part in pair.items()
+        }
+        path.mkdir()
+        save_file(tensors, path / "adapter_model.safetensors")
+        settings = {"peft_type": "LORA", "lora_alpha": 2, "alpha_pattern": {f"{lead}{module}": 6}}
+        (path / "adapter_config.json").write_text(json.dumps(settings))
+        return path
+
+    edited(
+        text,
+        tmp_path / "m",
+        lambda tensors: {name.replace("model.", lead, 1): t for name, t in tensors.items()},
+        lambda hf: {"model_type": "gemma3", "text_config": hf, "tie_word_embeddings": False},
+    )
+    tower = ["model.vision_tower.layers.0.self_attn.q_proj", "vision_tower.layers.0.q_proj"]
+    wrapped = Checkpoint(tmp_path / "m", adapter(tmp_path / "a", lead, tower))
+    plain = Checkpoint(text, adapter(tmp_path / "b", "model.", []))
+    models = [load_model(checkpoint, dtype=torch.float32) for checkpoint in (wrapped, plain)]
+    changed, want = (model.layers[1].attention.qkv.weight for model in models)
+    assert torch.equal(changed, want)
+    bare = load_model(text, dtype=torch.float32).layers[1].attention.qkv.weight
+    assert torch.allclose(want[:128] - bare[:128], torch.full((128, 64), 6 / 2 * 0.02), atol=1e-6)
 
 
 def test_mistral_3_with_a_tensor_of_no_known_part(folder_of, tmp_path):
