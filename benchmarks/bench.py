@@ -33,7 +33,7 @@ benchmarks/cpu.json`.
 `--write` merges the rows into a results file after each measurement; `--plot` alone measures
 nothing and draws the pictures and tables of all results files. Compared programs run in turn, A B A
 B …, each in a process of its own, with the read bandwidth measured in every round. Ratios are taken
-within a round.
+within a round. `--level avx2` holds all of them to AVX2 (levels.py).
 """
 
 import argparse
@@ -47,11 +47,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks import levels
 from benchmarks.context import measure_context, measure_identical, measure_prefill8k
 from benchmarks.memory import measure_8b_load, measure_load, measure_tp
 from benchmarks.pipes import ROOT, Worker, close, first_byte_s
 from benchmarks.plots import draw
-from benchmarks.record import failed_row, one_of, publish, ratios, row
+from benchmarks.record import failed_row, list_of, one_of, publish, ratios, row
 from benchmarks.shapes import MOE, TINYLLAMA, config_json
 from benchmarks.tables import PAGES, fill
 from benchmarks.workers import READ_NOTE, interleave, quickdraft, race_rows, seconds_of
@@ -61,6 +62,16 @@ from weights.schemes import SCHEMES
 
 # format -> the GGUF type beside it
 LLAMACPP_TYPES = {"bf16": "BF16", "int8": "Q8_0", "int4-g32": "Q4_0"}
+PROGRAMS = (
+    "eager",
+    "compiled",
+    "float32",
+    "llamacpp",
+    "llamacpp.q4_1",
+    "transformers",
+    "transformers.compiled",
+    "gptfast",
+)
 FILLED = 100  # default number of filled positions
 
 
@@ -98,10 +109,10 @@ def fastest(seconds: dict[str, list[float]]) -> str:
 def measure_decode(args) -> list[dict]:
     """Each format eager and compiled, beside the peers that have such a format."""
     rows = []
-    for format in LLAMACPP_TYPES:
-        rows += compare_decode(
-            args, both_modes(TINYLLAMA, format), peers(args, "decode", format), format
-        )
+    for format in args.formats:
+        workers = chosen(both_modes(TINYLLAMA, format), args.only, format)
+        peer_workers = chosen(peers(args, "decode", format), args.only, format)
+        rows += compare_decode(args, workers, peer_workers, format)
     return rows
 
 
@@ -110,6 +121,16 @@ def both_modes(hf: dict, format: str) -> dict[str, Worker]:
     return {
         f"{format}{'.compiled' * c}": quickdraft(hf=hf, format=format, compile=c)
         for c in (False, True)
+    }
+
+
+def chosen(workers: dict[str, Worker], only: list[str] | None, format: str) -> dict[str, Worker]:
+    """The workers that --only names, or all."""
+    programs = {
+        name: "eager" if name == format else name.removeprefix(f"{format}.") for name in workers
+    }
+    return {
+        name: worker for name, worker in workers.items() if only is None or programs[name] in only
     }
 
 
@@ -173,13 +194,13 @@ def shares_of(answers: list[dict], bandwidths: list[float]) -> list[float]:
 
 def measure_verify(args) -> list[dict]:
     """Verifying 5 drafted tokens over a plain step, by format."""
-    return [r for format in LLAMACPP_TYPES for r in compare_verify(args, TINYLLAMA, format, "1b")]
+    return [r for format in args.formats for r in compare_verify(args, TINYLLAMA, format, "1b")]
 
 
 def compare_verify(args, hf: dict, format: str, shape: str) -> list[dict]:
     """Rows of the eager and the compiled worker, and the faster one's as
     SHAPE.FORMAT.verify6_over_1."""
-    workers = both_modes(hf, format)
+    workers = chosen(both_modes(hf, format), args.only, format)
     answers, bandwidths = interleave(workers, args.rounds, {"method": "verify", "filled": FILLED})
     close(workers)
     note = (
@@ -236,18 +257,19 @@ def measure_prefill(args) -> list[dict]:
     """Prompts of three lengths in bf16, and of 512 tokens in the other formats, beside the peers;
     the last also in float32."""
     rows = []
-    for format in LLAMACPP_TYPES:
+    for format in args.formats:
         lengths = (32, 128, 512) if format == "bf16" else (512,)
-        rows += compare_prefill(args, format, lengths)
+        rows += compare_prefill(args, format, args.lengths or lengths)
     return rows
 
 
 def compare_prefill(args, format: str, lengths: Sequence[int]) -> list[dict]:
     """Rates of prompts; the ratios of the longest one to every peer and to itself in float32."""
-    workers, peer_workers = both_modes(TINYLLAMA, format), peers(args, "prefill", format)
-    modes = list(workers)
+    modes = chosen(both_modes(TINYLLAMA, format), args.only, format)
+    peer_workers = chosen(peers(args, "prefill", format), args.only, format)
     prefix = "1b." if format == "bf16" else f"1b.{format}."
-    workers["float32"] = quickdraft(hf=TINYLLAMA, format=format, dtype="float32")
+    float32 = {"float32": quickdraft(hf=TINYLLAMA, format=format, dtype="float32")}
+    workers = modes | chosen(float32, args.only, format)
     rows = []
     for length in lengths:
         request = {"method": "prefill", "length": length}
@@ -259,18 +281,21 @@ def compare_prefill(args, format: str, lengths: Sequence[int]) -> list[dict]:
             rates = [length / s for s in values]
             rows.append(row(f"{id}.prefill{length}.tok_s", rates, "tok/s"))
     close(workers | peer_workers)
-    id = f"{prefix}prefill{length}"
     best = fastest({name: seconds[name] for name in modes})
     for peer, worker in peer_workers.items():
+        infix = "" if peer == "transformers" else f".{format}"  # it has one format
+        id = f"1b.prefill{length}{infix}.vs_{peer}"
         if worker.failure is not None:
-            rows.append(failed_row(f"{id}.vs_{peer}", worker.failure))
+            rows.append(failed_row(id, worker.failure))
             continue
+        settings = answers[peer][0].get("settings", peer)
         ratio = ratios(seconds[peer], seconds[best])
-        note = f"{length} tokens, {best} against {peer}"
-        rows.append(row(f"{id}.vs_{peer}", ratio, "ratio", note))
-    ratio = ratios(seconds["float32"], seconds[format])
-    note = f"{length} tokens, eager, seconds in float32 over seconds in bfloat16"
-    rows.append(row(f"{id}.float32_over_bf16", ratio, "ratio", note))
+        note = f"{length} tokens, {best} against {settings}"
+        rows.append(row(id, ratio, "ratio", note))
+    if {"float32", format} <= workers.keys():
+        ratio = ratios(seconds["float32"], seconds[format])
+        note = f"{length} tokens, eager, seconds in float32 over seconds in bfloat16"
+        rows.append(row(f"{prefix}prefill{length}.float32_over_bf16", ratio, "ratio", note))
     return rows
 
 
@@ -557,6 +582,26 @@ def main() -> None:
     )
     add("--steps", type=positive, default=16, help="decode steps a round; default: %(default)s")
     add("--peers", action="store_true", help="also run the other programs that are installed")
+    add(
+        "--formats",
+        type=list_of("format", LLAMACPP_TYPES),
+        default=list(LLAMACPP_TYPES),
+        metavar="FORMAT,…",
+        help="of decode, verify and prefill; default: all",
+    )
+    add(
+        "--only",
+        type=list_of("program", PROGRAMS),
+        metavar="PROGRAM,…",
+        help=f"of decode, verify and prefill, some of {', '.join(PROGRAMS)}; default: all",
+    )
+    add(
+        "--lengths",
+        type=positive,
+        nargs="+",
+        metavar="N",
+        help="tokens of prefill's prompts; default: 32, 128 and 512 in bf16, else 512",
+    )
     add("--gptfast", type=Path, metavar="DIR", help="a gpt-fast checkout, for --peers")
     add("--text", type=Path, metavar="FILE", help="held-out text, for quality")
     add("--calibration", type=Path, metavar="FILE", help="other text, for quality")
@@ -566,8 +611,10 @@ def main() -> None:
         action="store_true",
         help="draw the pictures and fill the tables of all results files",
     )
+    levels.add_flags(parser)
     args = parser.parse_args()
     with exit_on_error():
+        levels.hold(args)
         run(args)
 
 
@@ -582,7 +629,7 @@ def run(args: argparse.Namespace) -> None:
     rows = [
         r
         for name in args.measurements or default
-        for r in publish(MEASUREMENTS[name](args), args.write)
+        for r in publish(levels.labelled(MEASUREMENTS[name](args), args.level), args.write)
     ]
     if args.plot:
         write_pages(ROOT)

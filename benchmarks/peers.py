@@ -402,7 +402,7 @@ class LlamaCpp:
 
     def prefill(self, length: int) -> dict:
         self.llm.reset()
-        return median_seconds(lambda: self.llm.eval([7] * length), 1)
+        return median_seconds(lambda: self.llm.eval([7] * length), 1) | {"settings": self.settings}
 
 
 class GptFast:

@@ -5,9 +5,9 @@ benchmarks.real [PART …]`.
             file of the same weights, and llama.cpp on both
     busy    tokens/s on the Q4_1 file beside one Python loop that never sleeps, over those on the
             quiet machine
-    prompts seconds to the first token of prompts of 512 tokens, and of 1,000 as in a chat with a
-            history: eager and compiled on the Q4_1 file and on a Q8_0 file of the same weights,
-            beside llama.cpp; eager in float32 over eager in bfloat16
+    prompts seconds to the first token of prompts of 100 and 512 tokens, and of 1,000 as in a chat
+            with a history: eager and compiled on the Q4_1 file and on a Q8_0 file of the same
+            weights, beside llama.cpp; eager in float32 over eager in bfloat16
     start   `python generate.py --compile` with filled compile caches, until its first byte of text
     spec    drafting by prompt lookup, a part of the layers, a quantized self, and drafts trained
             for the model, each named by its folder (--distilled, --pard, --eagle3, --dflash,
@@ -17,6 +17,8 @@ benchmarks.real [PART …]`.
     repeats plain decoding, ngram and suffix drafts with K = auto on copies, code edits, a second
             edit of the same files, chats, stories and quotes: each prompt once, because a suffix
             draft would know its answer the second time
+    auto    K = auto with each draft that needs no folder, and with those given, over plain decoding
+            of chats and stories, where little can be copied
     hybrid  with --hybrid DIR: the draft suffix,DIR on the same texts, over the better of its two
             (hybrid.py)
     clients tokens/s of eight clients, and a newcomer's time to the first token (clients.py)
@@ -42,6 +44,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import cli.main
+from benchmarks import levels
 from benchmarks.clients import measure_clients
 from benchmarks.hybrid import DraftComparison, hybrid_rows
 from benchmarks.pipes import ROOT, Worker, close, first_byte_s, in_turn
@@ -59,7 +62,7 @@ from loading.tokenizer import conversation_ids, load_tokenizer
 
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXT = 512
-PROMPT_LENGTHS = (512, 1000)
+PROMPT_LENGTHS = (100, 512, 1000)
 
 # Measured are answers to `questions`, second copies of `passages`, edits of files, and stories.
 PROMPTS = json.loads((ROOT / "benchmarks" / "prompts.json").read_text())
@@ -90,6 +93,12 @@ DRAFTS = {
     # rivals of the trained drafts
     "untrained.ngram": Draft(("--draft", "ngram", "--speculate_k", "5")),
     "untrained.layers": Draft(("--draft", "layers:0-2,27-29", "--speculate_k", "5")),
+}
+AUTO = {
+    "ngram": ("--draft", "ngram"),
+    "suffix": ("--draft", "suffix"),
+    "layers": ("--draft", "layers:0-11,16-29"),
+    "quantized": ("--draft", "quantized:int4-g32"),
 }
 FOLDERS = ("distilled", "pard", "eagle3", "dflash", "dspark")
 # tokens that llama.cpp's binding looks up: its advice for a CPU, our K, its default
@@ -284,15 +293,13 @@ def measure_prompts(args: argparse.Namespace) -> list[dict]:
     with file_of_type(args.checkpoint, "Q8_0") as q8_0:
         for name, file in (("q4_1", args.checkpoint), ("q8_0", q8_0)):
             for length in PROMPT_LENGTHS:
-                seconds = seconds_to_first_token(args, file, length)
-                rows += prompt_rows(f"smollm2.{name}.prompt{length}", seconds, length)
+                answers = answers_to_prompts(args, file, length)
+                rows += prompt_rows(f"smollm2.{name}.prompt{length}", answers, length)
     return rows
 
 
-def seconds_to_first_token(
-    args: argparse.Namespace, file: Path, length: int
-) -> dict[str, list[float]]:
-    """Worker -> seconds to the first token of `args.rounds` prompts of this length."""
+def answers_to_prompts(args: argparse.Namespace, file: Path, length: int) -> dict[str, list[dict]]:
+    """Worker -> its answers to `args.rounds` prompts of this length."""
     context = str(length + 8)
     flags = {
         "eager": ("--no-compile",),
@@ -306,27 +313,28 @@ def seconds_to_first_token(
     workers["llamacpp"] = llamacpp(file, context=int(context))
     ids = load_tokenizer(args.checkpoint).encode(" ".join(PROMPTS["passages"]))
     text = list(itertools.islice(itertools.cycle(ids), length - 1))
-    seconds = {name: [] for name in workers}
+    answers = {name: [] for name in workers}
     try:
         for number in range(-1, args.rounds):
             prompt = [ids[number + 1], *text]  # no two begin alike
             for name, worker in workers.items():
                 answer = worker.call(method="generate", ids=prompt, new=2)
                 if number >= 0:
-                    seconds[name].append(answer["ttft_s"])
+                    answers[name].append(answer)
     finally:
         close(workers)
-    return seconds
+    return answers
 
 
-def prompt_rows(id: str, seconds: dict[str, list[float]], length: int) -> list[dict]:
-    """Rows of `seconds_to_first_token`, and the ratios that the pages show."""
-    rows = []
+def prompt_rows(id: str, answers: dict[str, list[dict]], length: int) -> list[dict]:
+    """Rows of `answers_to_prompts`, and the ratios that the pages show."""
+    rows, seconds = [], {name: [a["ttft_s"] for a in answers[name]] for name in answers}
     for name, values in seconds.items():
         rows.append(row(f"{id}.{name}.ttft_s", values, "s", f"a prompt of {length} tokens"))
     best = min(("eager", "compiled"), key=lambda name: statistics.median(seconds[name]))
     ratio = ratios(seconds["llamacpp"], seconds[best])
-    note = f"{best}; llama.cpp's seconds to the first token over quickdraft's"
+    settings = answers["llamacpp"][0]["settings"]
+    note = f"{best}; llama.cpp's seconds to the first token over quickdraft's; {settings}"
     rows.append(row(f"{id}.vs_llamacpp", ratio, "ratio", note))
     ratio = ratios(seconds["float32"], seconds["eager"])
     note = "seconds to the first token, eager, in float32 over those in bfloat16"
@@ -472,16 +480,11 @@ def measure_repeats(args: argparse.Namespace) -> list[dict]:
     workers = {"plain": quickdraft(args.checkpoint, args.compiled)}
     for name, flags in drafts.items():
         workers[name] = quickdraft(args.checkpoint, args.compiled, *flags, "--speculate_k", "auto")
-    warm_up = {"method": "generate", "ids": tokenizer.encode("1 2 3 4 5"), "new": 8}
     rows = []
     try:
-        for worker in workers.values():
-            worker.call(**warm_up)
+        warm_up(workers, tokenizer)
         for kind, requests in repeats(tokenizer, args).items():
-            answers = {name: [] for name in workers}
-            for request in requests:
-                for name, worker in workers.items():
-                    answers[name].append(worker.call(**request))
+            answers = answer_once(workers, requests)
             for name, flags in drafts.items():
                 shown_flags = " ".join(flags)
                 rows += repeats_rows(f"smollm2.repeats.{kind}.{name}", answers, name, shown_flags)
@@ -490,6 +493,45 @@ def measure_repeats(args: argparse.Namespace) -> list[dict]:
             rows.append(row(id, ratio, "ratio", "both with K = auto, greedy"))
     finally:
         close(workers)
+    return rows
+
+
+def warm_up(workers: dict[str, Worker], tokenizer) -> None:
+    """An uncounted request about a text of its own."""
+    for worker in workers.values():
+        worker.call(method="generate", ids=tokenizer.encode("1 2 3 4 5"), new=8)
+
+
+def answer_once(workers: dict[str, Worker], requests: list[dict]) -> dict[str, list[dict]]:
+    """Name of a worker -> its answers, one a request. The workers take turns."""
+    answers = {name: [] for name in workers}
+    for request in requests:
+        for name, worker in workers.items():
+            answers[name].append(worker.call(**request))
+    return answers
+
+
+def measure_auto(args: argparse.Namespace) -> list[dict]:
+    """Every prompt once, as in `repeats`: text that no draft foresees must not be slower with
+    one."""
+    tokenizer = load_tokenizer(args.checkpoint)
+    drafts = dict(AUTO)
+    for kind in FOLDERS:
+        if getattr(args, kind):
+            drafts[kind] = ("--draft_checkpoint", str(getattr(args, kind)))
+    workers = {"plain": quickdraft(args.checkpoint, args.compiled)}
+    for name, flags in drafts.items():
+        workers[name] = quickdraft(args.checkpoint, args.compiled, *flags, "--speculate_k", "auto")
+    texts = repeats(tokenizer, args)
+    try:
+        warm_up(workers, tokenizer)
+        answers = answer_once(workers, [*texts["chat"], *texts["story"]])
+    finally:
+        close(workers)
+    rows = []
+    for name, flags in drafts.items():
+        shown_flags = f"{flags[0]} DIR" if name in FOLDERS else " ".join(flags)
+        rows += repeats_rows(f"smollm2.auto.{name}", answers, name, shown_flags)
     return rows
 
 
@@ -570,6 +612,7 @@ PARTS = {
     "spec": measure_spec,
     "best": measure_best,
     "repeats": measure_repeats,
+    "auto": measure_auto,
     "hybrid": measure_hybrid,
     "clients": measure_clients,
 }
@@ -634,6 +677,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         help="--no-compile: only to try this program",
     )
     add("--write", type=Path, metavar="FILE", help="merge the rows into this results file")
+    levels.add_flags(parser)
     add("--worker", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.compiled = "--compile" if args.compile else "--no-compile"
@@ -648,7 +692,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     rows = []
     for name in args.parts or PARTS:
         start = time.perf_counter()
-        rows += publish(PARTS[name](args), args.write)
+        rows += publish(levels.labelled(PARTS[name](args), args.level), args.write)
         print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
     return rows
 
@@ -658,6 +702,7 @@ def main() -> None:
     if args.worker:
         return answer_requests(args.worker)
     with exit_on_error():
+        levels.hold(args)
         print(json.dumps(run(args)))
 
 

@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import fcntl
 import json
+import os
 import re
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from benchmarks import (
     generated,
     gpu_programs,
     gpu_step,
+    levels,
     memory,
     peers,
     real,
@@ -134,6 +136,72 @@ def test_a_peer_that_fails_is_a_row_and_the_others_go_on(monkeypatch, tmp_path, 
         interleave(
             {"gptfast": Worker("benchmarks.peers", "gptfast", "{}")}, 1, {"method": "decode"}
         )
+
+
+ROW = {"id": "1b.bf16.vs_llamacpp", "value": 0.5}
+
+
+def test_rows_of_a_level_say_which_program_was_held_and_how():
+    """A build of llama.cpp with newer instructions gives no such row."""
+    build = "llama.cpp without its extra buffers; llama-cpp-python 0.3.36: AVX AVX2 F16C FMA"
+    rows = [ROW | {"note": build}, {"id": "a", "note": ""}]
+    assert levels.labelled(rows, None) == rows
+    compared, alone = levels.labelled(rows, "avx2")
+    assert (compared["id"], alone["id"]) == ("avx2.1b.bf16.vs_llamacpp", "avx2.a")
+    assert compared["value"] == 0.5 and compared["note"].startswith(f"{build}; quickdraft held by ")
+    assert "ONEDNN_MAX_CPU_ISA=AVX2 " in compared["note"]
+    assert compared["note"].endswith(", llama.cpp by its build")
+    assert alone["note"].startswith("quickdraft held by ") and "llama" not in alone["note"]
+    for newer in ("AVX512", "AVX512_BF16", "AVX_VNNI", "AMX_INT8"):
+        with pytest.raises(ValueError, match=f"uses {newer}; give --llamacpp DIR"):
+            levels.labelled([ROW | {"note": f"{build} {newer}"}], "avx2")
+
+
+def test_a_program_that_measures_restarts_once_at_its_level(monkeypatch, tmp_path):
+    """What it is held to elsewhere does not stay; without flags nothing restarts."""
+    restarts = []
+    monkeypatch.setattr(os, "execve", lambda file, command, env: restarts.append(env))
+    monkeypatch.setattr(levels, "cpu_flags", lambda: {"avx2"})
+    monkeypatch.setenv("FBGEMM_ENABLE_INSTRUCTIONS", "AVX512_E1")
+    args = real.options(["--level", "avx2", "--llamacpp", str(tmp_path)])
+    levels.hold(real.options([]))
+    assert not restarts
+    levels.hold(args)
+    (env,) = restarts
+    assert env["LLAMA_CPP_LIB_PATH"] == str(tmp_path) and env["PATH"] == os.environ["PATH"]
+    assert levels.LEVELS["AVX2/avx2"].environment.items() <= env.items()
+    assert env["FBGEMM_ENABLE_INSTRUCTIONS"] == "AVX2"
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    levels.hold(args)
+    assert len(restarts) == 1
+    monkeypatch.setattr(levels, "cpu_flags", lambda: {"sse4_2"})
+    with pytest.raises(ValueError, match="--level avx2: this processor lacks avx2"):
+        levels.hold(args)
+
+
+HELD = """
+import torch
+print(torch.backends.cpu.get_cpu_capability(), torch.ops.mkldnn._is_mkldnn_bf16_supported())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("avx2" not in levels.cpu_flags(), reason="needs AVX2")
+def test_torch_is_held_to_a_level():
+    command = [sys.executable, "-c", HELD]
+    env = levels.environment_of("AVX2/avx2")
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["AVX2", "False"]
+
+
+@pytest.mark.parametrize(
+    "only, names",
+    [(None, ["int8", "int8.compiled", "llamacpp"]), (["compiled"], ["int8.compiled"])],
+)
+def test_programs_of_a_comparison_are_chosen_by_name(only, names):
+    workers = dict.fromkeys(("int8", "int8.compiled", "llamacpp"))
+    assert list(bench.chosen(workers, only, "int8")) == names
 
 
 def test_rounds_of_the_same_work_that_differ_much_are_called_unsteady():
@@ -394,13 +462,13 @@ def test_prompts_are_compared_by_their_seconds_and_never_begin_alike(
     )
     monkeypatch.setattr(real, "llamacpp", lambda file, context: timed[0])
     rows = measured(tmp_path, monkeypatch, "prompts")
-    for id in ("q4_1.prompt512", "q4_1.prompt1000", "q8_0.prompt512", "q8_0.prompt1000"):
+    for id in ("q4_1.prompt100", "q4_1.prompt1000", "q8_0.prompt512", "q8_0.prompt1000"):
         assert rows[f"smollm2.{id}.vs_llamacpp"]["value"] == 0.5
         assert rows[f"smollm2.{id}.float32_over_bf16"]["value"] == 2
         assert rows[f"smollm2.{id}.compiled.ttft_s"]["value"] == 2
     prompts = timed["--compile"].prompts
-    assert {len(prompt) for prompt in prompts} == {512, 1000}
-    by_file = [prompts[i : i + 4] for i in range(0, 16, 4)]  # an uncounted one and three rounds
+    assert {len(prompt) for prompt in prompts} == {100, 512, 1000}
+    by_file = [prompts[i : i + 4] for i in range(0, 24, 4)]  # an uncounted one and three rounds
     assert all(len({prompt[0] for prompt in four}) == 4 for four in by_file)
 
 
@@ -442,7 +510,7 @@ class Timed:
 
     def call(self, method: str, ids: list[int], new: int) -> dict:
         self.prompts.append(ids)
-        return {"ttft_s": self.seconds}
+        return {"ttft_s": self.seconds, "settings": "as it was built"}
 
     def close(self) -> None:
         pass
@@ -554,6 +622,24 @@ def test_prompts_that_repeat_are_answered_once_by_all(workers, tmp_path, monkeyp
     assert remark.startswith("--draft suffix; 24 proposed, 12 accepted; greedy, K = auto")
     sent = [tuple(request["ids"]) for request in workers["suffix"].requests]
     assert len(set(sent)) == len(sent) == 28 and workers["suffix"].closed
+
+
+def test_every_draft_with_k_auto_answers_chats_and_stories_once(workers, tmp_path, monkeypatch):
+    """Those without a folder, and those given, over one plain worker."""
+    workers["--compile"] = Scripted([8.0], first=8.0)
+    for name in ("ngram", "demo-draft"):
+        answer = report(k="auto", drafted=8, accepted=4)
+        workers[name] = Scripted([6.0], first=6.0, speculative=answer)
+    for name, flags in real.AUTO.items():
+        workers["named"][flags[1]] = name
+        workers[name] = workers["ngram"]
+    draft = str(DEMO.with_name("demo-draft"))
+    rows = measured(tmp_path, monkeypatch, "auto", "--distilled", draft)
+    speedups = {id: r["value"] for id, r in rows.items() if id.endswith(".speedup")}
+    names = ("ngram", "suffix", "layers", "quantized", "distilled")
+    assert speedups == {f"smollm2.auto.{name}.speedup": 0.75 for name in names}
+    sent = [tuple(request["ids"]) for request in workers["demo-draft"].requests]
+    assert len(set(sent)) == len(sent) == 1 + 12 + 3
 
 
 def test_a_hybrid_is_compared_with_the_better_of_its_two():
