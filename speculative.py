@@ -44,12 +44,14 @@ def acceptance(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(q > 0, (p / q).clamp(max=1), 0)
 
 
-def residual(p: Tensor, q: Tensor) -> Tensor:
-    """norm(max(0, p - q)) (..., V), the distribution that replaces a rejected token (L, algorithm
-    1). It is p where rounding makes the sum 0: p = q is never rejected."""
-    rest = (p - q).clamp(min=0)
+def residual(p: Tensor, q: Tensor, factor: Tensor | float = 1.0) -> Tensor:
+    """norm(max(0, factor * p - q)) (..., V), the distribution that replaces a rejected token (L,
+    algorithm 1). It is p itself, with p's bits, in rows where q is 0: their token is drawn as in
+    plain decoding. It is p too where rounding makes the sum 0: p = q is never rejected."""
+    rest = (factor * p - q).clamp(min=0)
     total = rest.sum(dim=-1, keepdim=True)
-    return torch.where(total > 0, rest / total, p)
+    has_draft = q.amax(dim=-1, keepdim=True) > 0
+    return torch.where(has_draft & (total > 0), rest / total, p)
 
 
 def block_acceptance(
@@ -127,14 +129,14 @@ def accept(
         count = torch.arange(1, K + 1, device=p.device)
         passing = torch.where(to_accept < h, count, 0)  # (B, K)
         n = passing.amax(dim=1)  # (B,) the longest block
-        p_next = p[row, n] * factor[row, n, None]  # (B, V)
+        factor = factor[row, n, None]  # (B, 1)
     else:
         is_accepted = to_accept < acceptance(p_drafted, q_drafted)  # (B, K); u < 0 never holds
         leading = is_accepted.long().cumprod(dim=1)  # (B, K) 1 up to the first rejection
         n = leading.sum(dim=1)  # (B,)
-        p_next = p[row, n]  # (B, V)
+        factor = 1.0
     q = F.pad(q, (0, 0, 0, 1))  # (B, K + 1, V): q is 0 after K acceptances
-    p_next = residual(p_next, q[row, n])
+    p_next = residual(p[row, n], q[row, n], factor)  # (B, V)
     return n, draw(p_next, to_draw[row, n])
 
 

@@ -30,6 +30,7 @@ from decoding.sampling import (
     INVALID,
     PENALIZED,
     Sampling,
+    draw,
     round_uniform,
     uniform,
 )
@@ -147,8 +148,8 @@ def kept_and_law(p: Tensor, q: Tensor, K: int, block: bool, scaled=True) -> tupl
                 prob = h[0, :n].prod() * (1 - h[0, n] if n < K else 1)
             prob = (prob * q_drafted.prod()).item()
             mean += prob * n
-            after = p_rows[0, n] * (factor[0, n] if scaled else 1)
-            next_law = residual(after, q_rows[0, n] if n < K else torch.zeros(V))
+            q_next = q_rows[0, n] if n < K else torch.zeros(V)
+            next_law = residual(p_rows[0, n], q_next, factor[0, n] if scaled else 1)
             for token in range(V):
                 rest = plain[token].sum(tuple(range(K - n, K + 1))).flatten()
                 law[(*draft[:n], token)] += (prob * next_law[token] * rest).view((V,) * (K - n))
@@ -293,6 +294,44 @@ def test_the_next_token_takes_its_own_positions_number():
         torch.zeros(3, 2, dtype=torch.int64), q, p, noise=(u, torch.tensor([[0.1, 0.4, 0.9]] * 3))
     )
     assert n.tolist() == [0, 1, 2] and token.tolist() == [1, 2, 3]
+
+
+def test_a_token_beside_drafts_has_the_bits_of_plain_decoding():
+    """Rows without a draft, at numbers on the edges between two tokens of a flat law: what is drawn
+    is `draw(p)`. Divided by its sum, which is 1 up to rounding, p gives other bits and tokens."""
+    V, B = 50_000, 32
+    generator = torch.Generator().manual_seed(0)
+    logits = 0.01 * torch.randn(V, generator=generator)
+    p = Sampling(1).probs(logits).expand(B, 2, V)
+    q = torch.zeros(B, 1, V)
+    q[0, 0] = Sampling(1).probs(-logits)
+    assert torch.equal(residual(p[:, 0], q[:, 0])[1:], p[1:, 0])
+    edges = p[0, 0].cumsum(0)[torch.randint(V, (B, 2), generator=generator)]
+    noise = torch.ones(B, 1), edges / p[0, 0].sum()
+    for block in (False, True):
+        n, token = accept(torch.zeros(B, 1, dtype=torch.int64), q, p, noise=noise, block=block)
+        assert not n.any() and torch.equal(token[1:], draw(p[1:, 0], noise[1][1:, 0]))
+
+
+@pytest.mark.slow
+def test_a_row_beside_a_drafted_one_equals_its_prompt_alone():
+    """Above a flat law of 100,000 tokens; the twelfth token of this seed is one that dividing p by
+    its sum changes (75,784 to 75,783)."""
+    changed = dataclasses.replace(TINY, vocab_size=100_000, max_seq_length=64)
+    model = random_model(changed, dtype=torch.float32, seed=0)
+    drafter = ModelDraft(layer_subset(model, [0]), on_layers=[0])
+    beside = Engine(model, 2, 40, drafter=drafter, speculate_k=1)
+    texts = []
+    for engine, seeds in ((beside, (1004, 4)), (Engine(model, 1, 40), (4,))):
+        for seed in seeds:
+            id = engine.add_request(
+                [1, 2, 3], sampling=Sampling(1), max_new_tokens=24, seed=seed, draft=seed != 4
+            )
+        request = engine.requests[id]
+        while engine.has_unfinished():
+            engine.step()
+        texts.append(request.tokens)
+    assert texts[0] == texts[1]
 
 
 def test_accept_at_temperature_0_is_comparison():
