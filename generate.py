@@ -22,6 +22,8 @@ if __name__ == "__main__":
     raise SystemExit(main())
 
 import contextlib
+import os
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from numbers import Integral
@@ -30,7 +32,7 @@ import torch
 
 import decoding.validation as validation
 from decoding.answers import Answer, Completion
-from decoding.logits import penalize_text
+from decoding.logits import penalize_text, process
 from decoding.sampling import INVALID, Sampling, uniform
 from decoding.settings import (
     DEFAULT_LENGTH,
@@ -73,7 +75,7 @@ def decode(
         logits = model.head(h[:, -1])  # (1, V)
         logits = penalize_text(logits, text, len(prompt), sampling)  # (1, V)
         if logits_processor is not None:
-            logits = logits_processor(logits[:, None], text, pos[None, -1:])[:, 0]  # (1, V)
+            logits = process(logits_processor, logits[:, None], text, pos[None, -1:])[:, 0]
         pos = pos[-1:] + 1  # (1,)
         # The random number is a hash of the seed and the token's position, without a generator.
         token = sampling.sample(logits, uniform(seeds, pos))  # (1,)
@@ -192,7 +194,6 @@ def stream(
 
 # ------------------------------------------------------------------------------ text in, text out
 
-PROMPT_SETTINGS = ("parse_special", "tools", "prefill", "chat_template_kwargs")
 END = object()  # closes an iterator of answers
 
 
@@ -226,7 +227,8 @@ class LLM:
 
     Computed positions stay cached between conversations: a prompt that begins like an earlier
     one runs only its rest. `start`, `step` and `abort` serve programs whose prompts come
-    and go; `run` answers any number of them.
+    and go; `run` answers any number of them. Several threads may call all of these: their answers
+    are decoded together, by whichever thread steps.
     """
 
     def __init__(
@@ -238,15 +240,16 @@ class LLM:
         max_seq_length: int | None = None,
         **options,
     ):
-        """Load a folder or GGUF file. `draft`: a folder, or a spec such as "ngram"; batch_size:
-        answers at a time.
+        """Load a folder, a GGUF file or a model of the hub. `draft`: one of these, a spec such as
+        "ngram", or a drafter of your own (speculative.Drafter); batch_size: answers at a time.
         `options` are fields of ModelOptions (quantize, dtype, device, …) and of EngineOptions
         (speculate_k, compile, cache_type, …). TypeError for a name that is neither, ValueError for
         a value that cannot be used."""
         from decoding.engine import Engine
         from decoding.options import EngineOptions
-        from drafts.registry import is_folder, load_models
-        from loading.options import DraftOptions, ModelOptions
+        from drafts.registry import find_draft, load_models
+        from loading.hub import checkpoint_path
+        from loading.options import ModelOptions
         from loading.target import pick_device
 
         engine_names = {field.name for field in fields(EngineOptions)}
@@ -255,15 +258,12 @@ class LLM:
         for name, value in options.items():
             chosen = engine_options if name in engine_names else model_options
             chosen[name] = value
-        model_options = ModelOptions(str(checkpoint), **model_options)
-        if draft is not None and is_folder(draft):
-            draft = DraftOptions(checkpoint=str(draft))
-        else:
-            draft = DraftOptions(spec=draft)
+        model_options = ModelOptions(checkpoint_path(os.fspath(checkpoint)), **model_options)
         device = pick_device(model_options.device)
-        model, tokenizer, drafter = load_models(model_options, draft, device)
+        model, tokenizer, drafter = load_models(model_options, find_draft(draft), device)
         context = model.config.max_seq_length
         length = min(context, DEFAULT_LENGTH) if max_seq_length is None else max_seq_length
+        validation.check_count("max_seq_length", length, 1)
         if not 2 <= length <= context:
             raise ValueError(
                 f"max_seq_length = {length} must lie between 2 and the model's {context}"
@@ -281,7 +281,9 @@ class LLM:
 
     def _set(self, engine, tokenizer, stop_ids: Collection[int] | None = None) -> None:
         self.engine = engine
+        self.lock = threading.RLock()  # of the engine and of `running`
         self.tokenizer = tokenizer
+        self.tokenizer_lock = threading.Lock()  # for it encodes in one mode at a time
         self.stop_ids = frozenset(tokenizer.stop_ids if stop_ids is None else stop_ids)
         self.running: dict[int, Answer] = {}  # by the id of their request
         self.logits_processor = engine.options.logits_processor  # of calls that bring none
@@ -328,6 +330,7 @@ class LLM:
 
     def chat(self, messages: Sequence[dict], **settings) -> Completion:
         """The answer to a conversation. Its earlier turns are not computed again."""
+        validation.check_messages(messages)
         return self.generate([list(messages)], **settings)[0]
 
     def answer(
@@ -336,18 +339,22 @@ class LLM:
         """An Answer to a prompt, for `start` or `run`. ValueError for a prompt or a setting that
         cannot be used. Another `logits_processor` than the last answer's makes a new engine, which
         has cached and compiled nothing: keep one function for many answers."""
+        stop = validation.stop_strings(stop)
+        if "logit_bias" in settings:
+            settings["logit_bias"] = validation.bias_pairs(settings["logit_bias"])
+        sampling_names = {field.name for field in fields(Sampling)}
+        sampling_settings = {name: settings.pop(name) for name in sampling_names & {*settings}}
         self._use_processor(settings.pop("logits_processor", self.logits_processor))
-        prompt_settings = {name: settings.pop(name) for name in PROMPT_SETTINGS if name in settings}
-        ids = self.encode(prompt, **prompt_settings)
+        ids = self.encode(prompt, **settings)
         limit = self.engine.max_seq_length
         max_new_tokens = new_tokens(max_new_tokens, ids, limit)
-        sampling = Sampling(**{"temperature": DEFAULT_TEMPERATURE, **settings})
+        sampling = Sampling(**{"temperature": DEFAULT_TEMPERATURE, **sampling_settings})
         validation.check_lengths(self.engine.model, [ids], [max_new_tokens], limit)
         validation.check_settings(self.engine.model, sampling, seed, self.stop_ids)
         answer = Answer(
             self.tokenizer,
             ids,
-            [stop] if isinstance(stop, str) else stop,
+            stop,
             sampling=sampling,
             max_new_tokens=max_new_tokens,
             stop_ids=self.stop_ids,
@@ -357,24 +364,26 @@ class LLM:
         answer.engine = self.engine
         return answer
 
-    def encode(
-        self, prompt, parse_special: bool = False, chat_template_kwargs=None, **template
-    ) -> list[int]:
-        """The ids of a prompt: text, ids, or messages, for which `template` has tools and
-        prefill."""
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, parse_special=parse_special)
-        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+    def encode(self, prompt, *, parse_special: bool = False, **template) -> list[int]:
+        """The ids of a prompt: text, ids, or messages, for which `template` has tools, prefill and
+        chat_template_kwargs. ValueError for a setting that this kind of prompt does not have."""
+        is_text = isinstance(prompt, str)
+        if not is_text and (isinstance(prompt, bytes) or not isinstance(prompt, Sequence)):
             raise ValueError(
                 "a prompt is text, a list of token ids, or a list of messages, not"
                 f" {type(prompt).__name__}"
             )
-        if prompt and isinstance(prompt[0], dict):
-            from loading.tokenizer import conversation_ids
+        is_conversation = not is_text and bool(prompt) and isinstance(prompt[0], dict)
+        template = validation.check_template(is_conversation, **template)
+        if parse_special and not is_text:
+            raise ValueError("parse_special: only a text can name special tokens")
+        with self.tokenizer_lock:
+            if is_text:
+                return self.tokenizer.encode(prompt, parse_special=parse_special)
+            if is_conversation:
+                from loading.tokenizer import conversation_ids
 
-            return conversation_ids(
-                self.tokenizer, prompt, **template, **(chat_template_kwargs or {})
-            )
+                return conversation_ids(self.tokenizer, prompt, **template)
         for id in prompt:
             if not isinstance(id, Integral):
                 raise ValueError(f"{id!r:.99} in a list of token ids is no integer")
@@ -384,46 +393,57 @@ class LLM:
         """The grammar that makes an answer obey a JSON schema."""
         from decoding.grammar import JsonGrammars
 
-        if self.grammars is None:
-            self.grammars = JsonGrammars(self.tokenizer, self.stop_ids)
-        return self.grammars.compile(schema)
+        validation.check_schema(schema)
+        with self.tokenizer_lock:
+            if self.grammars is None:
+                self.grammars = JsonGrammars(self.tokenizer, self.stop_ids)
+            return self.grammars.compile(schema)
 
     def _use_processor(self, logits_processor: Callable | None) -> None:
         """The processor is part of an engine's compiled steps, so another one means a new
         engine."""
-        old = self.engine
-        if logits_processor is old.options.logits_processor:
-            return
-        if self.running:
-            raise ValueError(
-                "another logits_processor cannot start while answers are running: wait for them, or"
-                " abort them"
-            )
-        from decoding.engine import Engine
+        with self.lock:
+            old = self.engine
+            if logits_processor is old.options.logits_processor:
+                return
+            if self.running:
+                raise ValueError(
+                    "another logits_processor cannot start while answers are running: wait for"
+                    " them, or abort them"
+                )
+            from decoding.engine import Engine
 
-        options = replace(old.options, logits_processor=logits_processor)
-        drafter = old.drafter if old.has_drafter else None
-        self.engine = Engine(old.model, old.batch_size, old.max_seq_length, options, drafter)
-        calibrate_auto(self.engine)
+            options = replace(old.options, logits_processor=logits_processor)
+            drafter = old.drafter if old.has_drafter else None
+            self.engine = Engine(old.model, old.batch_size, old.max_seq_length, options, drafter)
+            calibrate_auto(self.engine)
+
+    def __reduce__(self):
+        raise TypeError(
+            "an LLM cannot be pickled or copied: make one in each process; the threads of a"
+            " process can share one"
+        )
 
     # ------------------------------------------------------------------------------- the text loop
 
     def start(self, answer: Answer) -> None:
         """Add an answer's request to the engine, where it waits for a free slot."""
-        if answer.engine not in (None, self.engine):
-            raise ValueError(
-                "another logits_processor was asked for before this answer started: make the answer"
-                " again"
-            )
-        id = self.engine.add_request(answer.prompt, **answer.request_args)
-        answer.request = self.engine.requests[id]
-        self.running[id] = answer
+        with self.lock:
+            if answer.engine not in (None, self.engine):
+                raise ValueError(
+                    "another logits_processor was asked for before this answer started: make the"
+                    " answer again"
+                )
+            id = self.engine.add_request(answer.prompt, **answer.request_args)
+            answer.request = self.engine.requests[id]
+            self.running[id] = answer
 
     def step(self) -> list[Answer]:
         """Decode one step for all running answers; returns those that have ended, in text or by an
         error."""
-        self.engine.step()
-        return self.feed()
+        with self.lock:
+            self.engine.step()
+            return self.feed()
 
     def feed(self) -> list[Answer]:
         """Give the tokens of the last step to their answers; returns those that have ended."""
@@ -434,10 +454,12 @@ class LLM:
 
     def abort(self, answer: Answer) -> None:
         """End an answer as it stands, and free its slot. One that has ended does not change."""
-        if answer.request is None or self.running.pop(answer.request.id, None) is None:
-            return
-        self.engine.abort(answer.request.id)  # at a stop string the engine's request still runs
-        answer.close()
+        with self.lock:
+            if answer.request is None or self.running.pop(answer.request.id, None) is None:
+                return
+            # At a stop string the engine's request still runs.
+            self.engine.abort(answer.request.id)
+            answer.close()
 
     def run(
         self,
@@ -463,14 +485,15 @@ class LLM:
                     self.start(answer)
                 if answer is END and not started:
                     return
-                if self.running:
-                    self.engine.step()
-                    self.feed()
-                    finished = [each for each in started if each.is_finished]
-                    started = [each for each in started if not each.is_finished]
-                    if after_step is not None:
-                        after_step()
-                    yield from finished
+                with self.lock:
+                    if self.running:
+                        self.engine.step()
+                        self.feed()
+                finished = [answer for answer in started if answer.is_finished]
+                started = [answer for answer in started if not answer.is_finished]
+                if after_step is not None:
+                    after_step()
+                yield from finished
         finally:
             for answer in started:
                 self.abort(answer)

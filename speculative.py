@@ -251,7 +251,8 @@ class Drafter(nn.Module):
     # the model's, and whether the model runs at all.
     suffix_requests = frozenset()
     runs_model = True
-    runner = owner = None  # the ModelRunner of its model; the Engine that was made with it last
+    runner = None  # the ModelRunner of its model
+    owner = None  # a weak reference to the Engine that was made with it last
     # How many of the latest decided tokens the first pass of a round reads: the newest, which no
     # cache holds yet, and those before it that the draft's own cache may be missing.
     num_input_tokens = 2

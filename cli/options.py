@@ -21,19 +21,12 @@ from pathlib import Path
 from decoding.launcher import launched
 from decoding.options import EngineOptions
 from decoding.settings import LARGEST_SEED, RANDOM_SEED, check_numbers
+from decoding.validation import check_template_kwargs
 from loading.options import DraftOptions, ModelOptions
 from loading.plain_files import is_gguf
 from weights.schemes import check_scheme
 
-# The names in chat_template_kwargs that this program sets itself.
-RESERVED = ("messages", "tools", "add_generation_prompt", "prefill", "self", "tokenizer")
 TEMPLATE_KEYS = ("chat_template_kwargs", "tools", "prefill")  # they need a conversation
-
-
-def check_template_kwargs(names: Mapping) -> None:
-    """ValueError for a variable that this program sets itself."""
-    if wrong := [name for name in RESERVED if name in names]:
-        raise ValueError(f"chat_template_kwargs: {', '.join(wrong)} cannot be given there")
 
 
 @dataclass(frozen=True)

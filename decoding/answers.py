@@ -88,12 +88,13 @@ class Answer:
     def close(self) -> None:
         """Add the text that waited for more bytes or for a stop string, and drop the tokens
         after one."""
-        self.is_finished = True
         self.add(self.stops.feed(self.stream.flush()) + self.stops.flush())
         if self.request is not None:
             num_tokens = len(self.ids)
             del self.request.tokens[num_tokens:]
             del self.request.token_records[num_tokens:]
+        self.engine = None  # an answer that is kept does not keep a model
+        self.is_finished = True  # last: another thread may wait for it
 
     def check(self) -> None:
         """Raise the error that ended the request, if one did."""

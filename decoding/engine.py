@@ -14,6 +14,7 @@ decisions reach the host.
 
 import functools
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -97,6 +98,29 @@ def compiled(function: Callable, device: torch.device, prompts: bool = False) ->
     )
 
 
+class StepCompiler:
+    """The compiled forms of an engine's steps, or without `compile` the steps as they are. It does
+    not refer to its engine, so drafters may keep it."""
+
+    def __init__(self, device: torch.device, compile: bool):
+        self.device = device
+        self.compile = compile
+        self.steps: dict[tuple, Callable] = {}
+
+    def __call__(self, function: Callable, state: State, *static) -> Callable:
+        """The function, or its compiled form for the state's sampling path and number of rows, for
+        whether it records log-probabilities, and for `static`. A method is compiled once for all
+        row views of its object."""
+        if not self.compile:
+            return function
+        unbound = getattr(function, "__func__", function)
+        instance = getattr(function, "__self__", None)
+        key = (unbound, state.sampling_path, state.return_logprobs, len(state.pos), *static)
+        if key not in self.steps:
+            self.steps[key] = compiled(unbound, self.device)
+        return self.steps[key] if instance is None else functools.partial(self.steps[key], instance)
+
+
 class Step(NamedTuple):
     """One decode step or round, or the end of a prompt, which decides a first token."""
 
@@ -131,8 +155,8 @@ class Engine:
         **changes,
     ):
         self.options = options = replace(options, **changes)
-        if batch_size < 1:
-            raise ValueError(f"batch_size = {batch_size} must be at least 1")
+        validation.check_count("batch_size", batch_size, 1)
+        validation.check_count("max_seq_length", max_seq_length, 1)
         self.model = model
         self.batch_size = batch_size
         self.max_seq_length = max_seq_length
@@ -158,10 +182,10 @@ class Engine:
         # their costs are taken to lie between, in proportion.
         self.row_counts = sorted({1, batch_size})
         validation.check_logprobs(options.logprobs, model.config.vocab_size)
-        self.steps: dict[tuple, Callable] = {}  # compiled
+        self.maybe_compile = StepCompiler(self.device, self.compile)
         self._make_caches()
         self.runners = [self.runner]  # models with separate caches; prompts run through each
-        self.drafter.owner = self
+        self.drafter.owner = weakref.ref(self)  # a cycle would keep both until a collection
         self.drafter.setup(self.state, self.max_k, self.runner, self.maybe_compile)
         if self.drafter.owns_cache:
             self.runners.append(self.drafter.runner)
@@ -219,19 +243,6 @@ class Engine:
         draft = self.drafter.model
         return [self.model] if draft is None else [self.model, draft]
 
-    def maybe_compile(self, function: Callable, state: State, *static) -> Callable:
-        """The function, or its compiled form for the state's sampling path and number of rows, for
-        whether it records log-probabilities, and for `static`. A method is compiled once for all
-        row views of its object."""
-        if not self.compile:
-            return function
-        unbound = getattr(function, "__func__", function)
-        instance = getattr(function, "__self__", None)
-        key = (unbound, state.sampling_path, state.return_logprobs, len(state.pos), *static)
-        if key not in self.steps:
-            self.steps[key] = compiled(unbound, self.device)
-        return self.steps[key] if instance is None else functools.partial(self.steps[key], instance)
-
     def rows(self, begin: int, end: int) -> Rows:
         """Slots [begin, end) as a batch: views of the engine's tensors."""
         if (begin, end) not in self.views:
@@ -265,7 +276,7 @@ class Engine:
 
         ValueError for an empty prompt, an unknown id, a prompt that does not fit, and too many stop
         ids."""
-        if self.drafter.owner is not self:
+        if self.drafter.owner() is not self:
             raise ValueError(
                 "the drafter belongs to an engine that was made later: give each engine its own"
             )
@@ -658,6 +669,9 @@ class Engine:
         self.measured_costs = calibrate(self, sampling, lengths, rounds)
         self.costs = costs_at(self.measured_costs[max(self.row_counts)], 0)
         return self.costs
+
+    def __reduce__(self):
+        raise TypeError("an Engine cannot be pickled or copied: make one in each process")
 
     def clear(self) -> None:
         """End all requests, and empty all slots."""

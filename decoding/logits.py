@@ -3,6 +3,7 @@
     penalize        logit_bias and the penalties of every row, position by position
     penalize_text   the same for one text and its Sampling
     apply_masks     minus infinity for the tokens that a row's grammar forbids
+    process         what a logits_processor makes of logits, checked
     top_logprobs    log-probabilities of drawn tokens, and of the most likely ones
 
 Any function of logits, tokens and positions may process logits too (Engine's `logits_processor`).
@@ -11,6 +12,7 @@ lossless.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -65,6 +67,25 @@ def penalize_text(
     biases = sampling.biases[None].to(device)  # (1, 2, N)
     penalized = penalize(logits[:, None], text, last, lengths, values, biases)  # (1, 1, V)
     return penalized[:, 0]
+
+
+def process(
+    logits_processor: Callable,
+    logits: Tensor,
+    tokens: Tensor,
+    pos: Tensor,
+) -> Tensor:
+    """The processor's logits (B, T, V). It gets a copy, which it may write to: log-probabilities
+    are those of the unmodified logits. ValueError for a result of another shape, which would draw
+    ids that there are not."""
+    processed = logits_processor(logits.clone(), tokens, pos)
+    shape = getattr(processed, "shape", None)
+    if shape != logits.shape:
+        raise ValueError(
+            f"logits_processor returned {type(processed).__name__} of shape {shape} for logits of"
+            f" shape {tuple(logits.shape)}"
+        )
+    return processed
 
 
 def apply_masks(logits: Tensor, masks: Tensor) -> Tensor:

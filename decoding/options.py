@@ -46,8 +46,9 @@ class EngineOptions:
         if self.verification not in VERIFICATIONS:
             names = " or ".join(VERIFICATIONS)
             raise ValueError(f"verification = {self.verification!r} must be {names}")
-        if self.logprobs is not None and self.logprobs < 0:
-            raise ValueError(f"logprobs = {self.logprobs} must be a number of tokens, from 0 on")
+        num_logprobs = 0 if self.logprobs is None else self.logprobs
+        if not (isinstance(num_logprobs, int) and num_logprobs >= 0):
+            raise ValueError(f"logprobs = {num_logprobs!r} must be a number of tokens, from 0 on")
         if isinstance(self.cache_type, str) and self.cache_type not in CACHE_NAMES:
             raise ValueError(
                 f"cache_type = {self.cache_type!r} must be one of {', '.join(CACHE_NAMES)}, or a"

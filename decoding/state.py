@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import decoding.sampling as sampling
-from decoding.logits import apply_masks, penalize, top_logprobs
+from decoding.logits import apply_masks, penalize, process, top_logprobs
 from decoding.options import EngineOptions
 from decoding.sampling import (
     GREEDY,
@@ -189,9 +189,7 @@ class State(nn.Module):
             )
         if self.logits_processor is None or logits.size(-1) != self.vocab_size:
             return logits
-        # A copy: it may write to its argument, and log-probabilities are those of the unmodified
-        # logits.
-        return self.logits_processor(logits.clone(), self.tokens, pos)
+        return process(self.logits_processor, logits, self.tokens, pos)
 
     def noise(self, pos: Tensor, purpose: int = PLAIN_DRAW) -> Tensor:
         """Uniform numbers (B, T) for tokens at pos (B, T): those of plain decoding, or for another

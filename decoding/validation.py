@@ -7,14 +7,22 @@
     check_seed          a seed
     check_settings      seed, stop ids and logit_bias of a request
     check_logprobs      the number of top tokens to record
+    check_count         a number of rows or positions
+    stop_strings, bias_pairs, check_schema      settings of a request that come in several forms
+    check_template, check_messages      a conversation and the settings of its template
 
 A ValueError names the argument, or the row, and the number that does not fit. This file imports no
 project file.
 """
 
+import json
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Real
+from operator import index
+
+# The names in chat_template_kwargs that this project sets itself.
+RESERVED = ("messages", "tools", "add_generation_prompt", "prefill", "self", "tokenizer")
 
 
 class PromptError(ValueError):
@@ -64,7 +72,7 @@ def check_lengths(
             raise PromptError(
                 row,
                 f"has {len(prompt)} tokens; with {new} new ones that is {total}, over the limit of"
-                f" {limit} positions: shorten the prompt, or lower --max_new_tokens",
+                f" {limit} positions: shorten the prompt, or lower max_new_tokens",
             )
         if problem := unknown_id(prompt, V):
             raise PromptError(row, problem)
@@ -109,4 +117,76 @@ def check_logprobs(num_logprobs: int | None, vocab_size: int) -> None:
         raise ValueError(
             f"logprobs = {num_logprobs} is more than the {vocab_size} tokens that there are, or"
             f" negative"
+        )
+
+
+def check_count(name: str, value: object, minimum: int) -> None:
+    if not isinstance(value, int):
+        raise ValueError(f"{name} = {value!r:.99} must be a whole number")
+    if value < minimum:
+        raise ValueError(f"{name} = {value} must be at least {minimum}")
+
+
+def stop_strings(stop: object) -> list[str]:
+    """Strings before which an answer ends: of one string, of several, or of None."""
+    stops = [stop] if isinstance(stop, str) else stop
+    is_list = isinstance(stops, list | tuple | set | frozenset)
+    if stops is not None and not (is_list and all(isinstance(text, str) for text in stops)):
+        raise ValueError(f"stop = {stop!r:.99} must be a string or a list of strings")
+    return list(stops or ())
+
+
+def bias_pairs(logit_bias: object) -> tuple[tuple[int, float], ...]:
+    """Sampling's logit_bias, of pairs, of {token id: bias} or of None."""
+    pairs = logit_bias.items() if isinstance(logit_bias, Mapping) else logit_bias
+    try:
+        return tuple((index(id), bias + 0.0) for id, bias in pairs or ())
+    except (TypeError, ValueError):
+        raise ValueError(f"logit_bias = {logit_bias!r:.99} must map token ids to numbers") from None
+
+
+def check_schema(schema: object) -> None:
+    try:
+        is_schema = isinstance(schema, dict) and bool(json.dumps(schema))
+    except (TypeError, ValueError):
+        is_schema = False
+    if not is_schema:
+        raise ValueError(
+            f"schema = {schema!r:.99} must be a JSON schema as a dict; a pydantic model's is"
+            " model_json_schema()"
+        )
+
+
+def check_template_kwargs(names: Mapping) -> None:
+    """ValueError for a variable of the chat template that this project sets itself."""
+    if wrong := [name for name in RESERVED if name in names]:
+        raise ValueError(f"chat_template_kwargs: {', '.join(wrong)} cannot be given there")
+
+
+def check_template(
+    is_conversation: bool, tools: object = None, prefill: object = None, chat_template_kwargs=None
+) -> dict:
+    """The settings of a conversation's template, as loading.tokenizer.conversation_ids takes them.
+    ValueError for those of a prompt that is none."""
+    settings = {"tools": tools, "prefill": prefill, "chat_template_kwargs": chat_template_kwargs}
+    settings = {name: value for name, value in settings.items() if value}
+    types = {"tools": (list, "list"), "prefill": (str, "string")}
+    for name, value in settings.items():
+        expected, noun = types.get(name, (Mapping, "dict"))
+        if not isinstance(value, expected):
+            raise ValueError(f"{name} = {value!r:.99} must be a {noun}")
+    if settings and not is_conversation:
+        raise ValueError(f"{', '.join(settings)}: only messages have a chat template")
+    names = settings.pop("chat_template_kwargs", {})
+    check_template_kwargs(names)
+    return settings | dict(names)
+
+
+def check_messages(messages: object) -> None:
+    """ValueError for what is no list of dicts, or an empty one."""
+    is_list = isinstance(messages, Sequence) and bool(messages)
+    if not is_list or not all(isinstance(message, dict) for message in messages):
+        raise ValueError(
+            f'messages = {messages!r:.99} must be a list of {{"role", "content"}}, at least one;'
+            " generate takes texts"
         )

@@ -2,6 +2,7 @@
 
     load_drafter    the public door
     load_models     a target and its drafter, packed for their kernels
+    find_draft      what LLM's `draft` names
     draft_loader    DraftOptions -> what loads their drafter
     check_draft     refuses what it can before weights are read, and returns what loads the drafter:
                     the others call it, so a config.json is parsed once
@@ -14,6 +15,7 @@ is asked for, so a fork may delete the files of drafters that it does not need.
 """
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +23,7 @@ import torch
 
 from loading.checkpoint import Checkpoint
 from loading.draft_types import draft_type_of
+from loading.hub import checkpoint_path
 from loading.options import SPEC_HELP, SPECS, DraftOptions, ModelOptions, split_spec
 from loading.plain_files import error_prefix
 from loading.target import load_target, target_config
@@ -60,18 +63,38 @@ def load_drafter(
     return drafter
 
 
+def find_draft(draft) -> object:
+    """What load_models takes for a folder, a name on the hub, a spec, or a drafter of one's own."""
+    if draft is None:
+        return DraftOptions()
+    if not isinstance(draft, str | os.PathLike):
+        if not (hasattr(draft, "propose") and hasattr(draft, "advance")):
+            raise ValueError(f"draft = {draft!r:.99} must be a folder, a spec or a drafter")
+        return draft
+    spec, folder = split_spec(draft) if isinstance(draft, str) else (None, os.fspath(draft))
+    if folder is None:
+        folder = checkpoint_path(spec)
+        if folder == spec and not is_folder(spec):
+            return DraftOptions(spec=spec)
+        spec = None
+    return DraftOptions(checkpoint=checkpoint_path(folder), spec=spec)
+
+
 def load_models(
     options: ModelOptions,
-    draft_options: DraftOptions,
+    draft: object,
     device: torch.device,
     ranks: Ranks = ALONE,
     progress: bool = False,
 ) -> tuple[Transformer, Tokenizer, Drafter | None]:
-    """Target, tokenizer and drafter. A draft that cannot fit is refused before weights are read.
-    Packs last: a draft made from its target needs unpacked weights."""
-    load = draft_loader(draft_options, target_config(options), options.dtype, progress)
+    """Target, tokenizer and drafter. `draft`: DraftOptions, or a drafter as it is. A draft that
+    cannot fit is refused before weights are read. Packs last: a draft made from its target needs
+    unpacked weights."""
+    config = target_config(options)
+    is_object = not isinstance(draft, DraftOptions)
+    load = None if is_object else draft_loader(draft, config, options.dtype, progress)
     model, tokenizer = load_target(options, device, ranks, progress)
-    drafter = load(model, tokenizer)
+    drafter = draft if is_object else load(model, tokenizer)
     pack_with(model, drafter)
     return model, tokenizer, drafter
 
@@ -99,7 +122,7 @@ def draft_loader(
 
 def pack_with(model: Transformer, *drafters: Drafter | None) -> None:
     """Pack a target and its drafts for their kernels."""
-    models = [drafter.model for drafter in drafters if drafter is not None]
+    models = [getattr(drafter, "model", None) for drafter in drafters]
     pack_model(model, *[draft_model for draft_model in models if draft_model is not None])
 
 

@@ -4,15 +4,25 @@ Oracles: `decode`, the plain loop; the same prompt alone; Python's str and json;
 processor dictates.
 """
 
+import asyncio
+import copy
+import gc
 import itertools
 import json
+import pickle
 import shutil
+import sys
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from conftest import ROOT
 
+from decoding.answers import Completion
 from decoding.sampling import Sampling
+from drafts.ngram import NgramDraft
 from generate import LLM, decode
 from loading.tokenizer import conversation_ids
 
@@ -373,6 +383,9 @@ def test_an_error_in_a_step_reaches_every_stream():
             list(stream)
 
 
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
 @pytest.mark.parametrize(
     ("prompts", "settings", "message"),
     [
@@ -395,6 +408,26 @@ def test_an_error_in_a_step_reaches_every_stream():
         (["x"], {"seed": 1.5}, "seed = 1.5"),
         (["x"], {"max_new_tokens": float("inf")}, "max_new_tokens = inf"),
         (["x"], {"max_new_tokens": float("nan")}, "max_new_tokens = nan"),
+        (["x"], {"stop": [1]}, r"stop = \[1\] must be a string or a list of strings"),
+        (["x"], {"stop": 5}, "stop = 5 must be a string"),
+        (["x"], {"stop": b"a"}, "stop = b'a' must be a string"),
+        (["x"], {"schema": Completion}, "schema = <class .* must be a JSON schema"),
+        (["x"], {"schema": {"type": int}}, "schema = .* must be a JSON schema"),
+        (["x"], {"schema": "{}"}, "schema = '{}' must be a JSON schema"),
+        (["x"], {"logit_bias": {"5": 1.0}}, "logit_bias = {'5': 1.0} must map token ids"),
+        (["x"], {"logit_bias": [5]}, r"logit_bias = \[5\] must map token ids"),
+        (["x"], {"logit_bias": {5: "x"}}, "logit_bias = {5: 'x'} must map token ids"),
+        (["x"], {"logit_bias": {5: float("nan")}}, "logit_bias: nan for token 5"),
+        (["x"], {"tools": [{}]}, "prompt 0: tools: only messages have a chat template"),
+        (["x"], {"prefill": "a"}, "prompt 0: prefill: only messages"),
+        ([[5]], {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs: only messages"),
+        ([MESSAGES, "x"], {"prefill": "a"}, "prompt 1: prefill: only messages"),
+        ([MESSAGES], {"parse_special": True}, "parse_special: only a text"),
+        ([[5]], {"parse_special": True}, "parse_special: only a text"),
+        ([MESSAGES], {"prefill": 5}, "prefill = 5 must be a string"),
+        ([MESSAGES], {"tools": "x"}, "tools = 'x' must be a list"),
+        ([MESSAGES], {"chat_template_kwargs": [1]}, r"chat_template_kwargs = \[1\] must be a dict"),
+        ([MESSAGES], {"chat_template_kwargs": {"tools": []}}, "tools cannot be given there"),
     ],
 )
 def test_what_is_no_prompt_or_setting_is_refused(prompts, settings, message, llm):
@@ -406,7 +439,225 @@ def test_an_engine_needs_rows_and_a_draft_needs_a_name():
     for batch_size in (0, -1):
         with pytest.raises(ValueError, match=f"batch_size = {batch_size} must be at least 1"):
             LLM(DEMO, batch_size=batch_size)
+    for batch_size in ("2", 2.5, None):
+        with pytest.raises(ValueError, match=f"batch_size = {batch_size!r} must be a whole number"):
+            LLM(DEMO, batch_size=batch_size)
+    for length in ("64", 64.5):
+        with pytest.raises(ValueError, match=f"max_seq_length = {length!r} must be a whole number"):
+            LLM(DEMO, max_seq_length=length)
+    with pytest.raises(ValueError, match="logprobs = 'all' must be a number of tokens"):
+        LLM(DEMO, logprobs="all")
     with pytest.raises(ValueError, match="the draft has an empty name"):
         LLM(DEMO, draft="")
     with pytest.raises(ValueError, match="dtype = 'int8' must be one of bfloat16"):
         LLM(DEMO, dtype="int8")
+
+
+def test_none_and_a_dict_are_settings_too(llm):
+    plain = alone(llm, PROMPT, **GREEDY)
+    neutral = ("stop", "schema", "logit_bias", "tools", "prefill", "chat_template_kwargs")
+    assert alone(llm, PROMPT, **dict.fromkeys(neutral), **GREEDY) == plain
+    first = llm.encode(PROMPT + plain)[len(llm.encode(PROMPT))]
+    by_dict, by_pairs = (
+        alone(llm, PROMPT, logit_bias=bias, **GREEDY)
+        for bias in ({first: -100}, ((first, -100.0),))
+    )
+    assert by_dict == by_pairs != plain
+
+
+@pytest.mark.parametrize("messages", ["Hello", {"role": "user", "content": "x"}, ["x"], [], 5])
+def test_a_chat_takes_messages(llm, messages):
+    with pytest.raises(ValueError, match=r"messages = .* must be a list of {.role., .content.}"):
+        llm.chat(messages)
+
+
+@pytest.mark.parametrize("columns", [-1, 1, None])
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_a_processor_returns_logits_of_the_same_shape(columns, draft):
+    """Fewer would draw padding for tokens, more would draw ids that there are not."""
+
+    def processor(logits, tokens, pos):
+        if columns is None:
+            return None
+        wide = torch.nn.functional.pad(logits, (0, 1))
+        return wide[..., : logits.size(-1) + columns]
+
+    llm = LLM(DEMO, device="cpu", logits_processor=processor, draft=draft)
+    message = "logits_processor returned .* for logits of shape"
+    with pytest.raises(ValueError, match=message):
+        llm.generate([PROMPT], **GREEDY)
+    with pytest.raises(ValueError, match=message):
+        list(llm.stream(PROMPT, **GREEDY))
+    model = llm.engine.model
+    with pytest.raises(ValueError, match=message):
+        list(
+            decode(
+                model,
+                [5],
+                sampling=Sampling(0.0),
+                max_new_tokens=3,
+                logits_processor=processor,
+            )
+        )
+
+
+def test_a_name_on_the_hub_is_a_checkpoint(monkeypatch):
+    """The folder that the client gives; without it, one line about the name."""
+    names = []
+
+    def snapshot_download(name, **options):
+        names.append(name)
+        if name != "someone/demo":
+            raise ConnectionError("no network")
+        return str(DRAFT if names.count(name) > 1 else DEMO)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", FakeHub(snapshot_download))
+    llm = LLM("someone/demo", draft="someone/demo", speculate_k=2, device="cpu")
+    assert names == ["someone/demo"] * 2 and llm.engine.drafter.model is not None
+    with pytest.raises(ValueError, match=r"someone/none: .* the hub cannot give it: no network"):
+        LLM("someone/none")
+
+
+class FakeHub:
+    def __init__(self, snapshot_download):
+        self.snapshot_download = snapshot_download
+
+
+def test_a_draft_may_be_an_object(llm):
+    """A speculative.Drafter, or any object with `propose` and `advance`."""
+
+    class Parrot:
+        def propose(self, state):
+            tokens = state.tokens.gather(1, state.pos[:, None]).expand(-1, state.k)
+            return tokens, torch.nn.functional.one_hot(tokens, 2048).float()
+
+        def advance(self, n_accepted):
+            pass
+
+    prompt = "the cat sat on the mat, the cat sat on the"
+    wanted = alone(llm, prompt, **GREEDY)
+    for draft in (Parrot(), NgramDraft()):
+        drafted = LLM(DEMO, draft=draft, speculate_k=3, device="cpu", dtype="float32")
+        answer = drafted.generate([prompt], **GREEDY)[0]
+        assert answer.text == wanted and any(record.k for record in answer.drafting)
+    for draft in (object(), 5, []):
+        with pytest.raises(ValueError, match=r"draft = .* must be a folder, a spec or a drafter"):
+            LLM(DEMO, draft=draft)
+
+
+# ----------------------------------------------------------------------------- threads, and memory
+
+
+@pytest.mark.parametrize("draft", [None, pytest.param("suffix", marks=pytest.mark.slow)])
+def test_threads_share_an_llm(draft):
+    """Eight at a time, with two slots: each gets the text that it gets alone."""
+    llm = LLM(DEMO, batch_size=2, device="cpu", dtype="float32", draft=draft)
+    settings = [
+        {"temperature": 0.0 if draft else n % 2, "seed": n, "max_new_tokens": 12 + n}
+        for n in range(8)
+    ]
+    prompts = [PROMPTS[n % len(PROMPTS)] for n in range(8)]
+    wanted = [alone(llm, prompt, **one) for prompt, one in zip(prompts, settings)]
+    barrier = threading.Barrier(8)
+
+    def answer(n: int) -> str:
+        barrier.wait()
+        if n % 3 == 0:
+            return "".join(llm.stream(prompts[n], **settings[n]))
+        return alone(llm, prompts[n], **settings[n])
+
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(2):
+            assert list(threads.map(answer, range(8))) == wanted
+    assert not llm.running and not llm.engine.has_unfinished()
+    assert [alone(llm, prompt, **one) for prompt, one in zip(prompts, settings)] == wanted
+
+
+def test_a_thread_that_waits_gets_its_turn(llm):
+    """A short answer is there long before another thread's long one."""
+    events = []
+    started = threading.Event()
+
+    def long() -> None:
+        for number, _ in enumerate(llm.stream(PROMPT, **GREEDY | {"max_new_tokens": 200})):
+            events.append("long")
+            if number == 3:
+                started.set()
+
+    thread = threading.Thread(target=long)
+    thread.start()
+    started.wait()
+    alone(llm, "The dog", temperature=0, max_new_tokens=4)
+    events.append("short")
+    thread.join()
+    assert events.count("long") > 100 and events.index("short") < 60
+
+
+def test_coroutines_run_calls_in_threads(llm):
+    wanted = [alone(llm, prompt, **GREEDY) for prompt in PROMPTS[:3]]
+
+    async def answers() -> list:
+        calls = [asyncio.to_thread(llm.generate, [prompt], **GREEDY) for prompt in PROMPTS[:3]]
+        return await asyncio.gather(*calls)
+
+    assert [answer.text for (answer,) in asyncio.run(answers())] == wanted
+
+
+def test_an_error_in_one_thread_reaches_the_others_as_it_is():
+    """None hangs, and the LLM serves on."""
+
+    def processor(logits, tokens, pos):  # (B, T, V), (B, S), (B, T)
+        if (pos > 12).any():
+            raise ArithmeticError("too far")
+        return logits
+
+    llm = LLM(DEMO, batch_size=2, logits_processor=processor)
+    with ThreadPoolExecutor(4) as threads:
+        futures = [threads.submit(alone, llm, PROMPT, **GREEDY) for _ in range(4)]
+        for future in futures:
+            with pytest.raises(ArithmeticError, match="too far"):
+                future.result(timeout=60)
+    assert len(alone(llm, "A", temperature=0, max_new_tokens=3)) > 3
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy])
+def test_an_llm_is_not_copied(llm, copied):
+    for value in (llm, llm.engine, [{"llm": llm}]):
+        with pytest.raises(TypeError, match=r"(LLM|Engine) cannot be pickled or copied: "):
+            copied(value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"draft": DRAFT},
+        {"draft": "ngram"},
+        {"draft": "suffix"},
+        {"draft": "layers:0-1"},
+        pytest.param({"draft": ROOT / "checkpoints" / "demo-pard"}, marks=pytest.mark.slow),
+        pytest.param({"draft": f"suffix,{DRAFT}"}, marks=pytest.mark.slow),
+        pytest.param({"draft": "quantized:int8"}, marks=pytest.mark.slow),
+        pytest.param({"quantize": "int8", "cache_type": "int8"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_deleted_llm_is_freed_at_once(options):
+    """Without a collection of cycles, also after an answer that was cut off and another
+    processor."""
+    gc.collect()
+    gc.disable()
+    try:
+        llm = LLM(DEMO, device="cpu", **options)
+        answer = llm.answer(PROMPT, **GREEDY)
+        list(llm.run([answer]))
+        llm.generate([PROMPT], logits_processor=lambda logits, *_: -logits, **GREEDY)
+        stream = llm.stream(PROMPT, **GREEDY)
+        next(stream)
+        stream.close()
+        parts = [llm, llm.engine, llm.engine.model, llm.engine.drafter, llm.engine.state]
+        freed = [weakref.ref(part) for part in parts]
+        del llm, parts
+        assert [part() for part in freed] == [None] * 5
+        assert answer.text
+    finally:
+        gc.enable()
