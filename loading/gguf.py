@@ -320,14 +320,22 @@ class Header:
 def parse(path: Path) -> GgufFile:
     """ValueError names a file that is no GGUF file, or that is cut off."""
     with file_errors(path):
-        return parse_version(path, path.stat().st_mtime_ns)
+        keys, infos, alignment, begin = read_header(path, path.stat().st_mtime_ns)
+        tensors = map_tensors(infos, map_file(path)[begin:], alignment)
+        return GgufFile(Entries("key ", keys), Entries("tensor ", tensors))
 
 
-@functools.lru_cache(16)  # config, tokenizer and tensors are read one after the other
-def parse_version(path: Path, mtime_ns: int) -> GgufFile:
-    size = path.stat().st_size
-    data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)  # mapped
-    header = Header(memoryview(data.numpy()))
+def map_file(path: Path) -> Tensor:
+    """Its bytes, which are read when they are used."""
+    return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+
+
+# Config, tokenizer and tensors are read one after the other. No mapping is kept: it would hold the
+# file's memory when its model has gone.
+@functools.lru_cache(16)
+def read_header(path: Path, mtime_ns: int) -> tuple[dict, list[tuple], int, int]:
+    """(keys, the tensors of Header.tensor, their alignment, where their data begins)."""
+    header = Header(memoryview(map_file(path).numpy()))
     version = header.number("I")
     if version % 2**16 == 0:
         raise ValueError("a big-endian file; gguf-convert-endian FILE little makes it readable")
@@ -339,9 +347,7 @@ def parse_version(path: Path, mtime_ns: int) -> GgufFile:
     alignment = keys.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 8 or alignment % 8:
         raise ValueError(f"general.alignment = {alignment!r} must be a multiple of 8")
-    begin = -(-header.position // alignment) * alignment
-    tensors = map_tensors(infos, data[begin:], alignment)
-    return GgufFile(Entries("key ", keys), Entries("tensor ", tensors))
+    return keys, infos, alignment, -(-header.position // alignment) * alignment
 
 
 def map_tensors(infos: list[tuple], data: Tensor, alignment: int) -> dict[str, Blocks]:

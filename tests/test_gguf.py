@@ -4,6 +4,7 @@ None of them shares code with loading/, but for the arithmetic of types that it 
 package."""
 
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -25,6 +26,7 @@ import loading.models as models
 from cli.flags import parse_args
 from cli.main import main
 from cli.quantize import main as quantize
+from generate import LLM
 from loading.checkpoint import load_config, load_model
 from loading.saving import save_model
 from loading.tokenizer import copy_files, load_tokenizer
@@ -686,7 +688,7 @@ def test_other_types_are_unpacked(tmp_path, capsys, monkeypatch):
     assert {
         linear.scheme for linear in quantized_linears(load_model(file, quantize="int4-g32"))
     } == {"int4-g32"}
-    for cache in (ours.stored_type, ours.parse_version):
+    for cache in (ours.stored_type, ours.read_header):
         cache.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(
@@ -1598,6 +1600,26 @@ def model_file(tmp_path, story_tokenizer) -> Path:
             "Q4_0",
             keys=lambda writer: from_sentencepiece(writer, story_tokenizer),
         )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_deleted_model_unmaps_its_file(model_file):
+    """At once; a file that stays open is cached no less."""
+
+    def is_mapped() -> bool:
+        return str(model_file) in Path("/proc/self/maps").read_text()
+
+    gc.collect()
+    gc.disable()
+    try:
+        stored = checkpoint.Checkpoint(model_file)
+        llm = LLM(model_file, device="cpu")
+        assert llm.generate(["the cat"], max_new_tokens=3)[0].tokens
+        assert "model.norm.weight" in stored.tensors and is_mapped()
+        del llm, stored
+        assert not is_mapped()
+    finally:
+        gc.enable()
 
 
 def test_generate_takes_a_file(model_file, capsys):
