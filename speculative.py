@@ -146,21 +146,17 @@ def accept(
 def run_round(
     rows,
     caches: Caches,
-    draft_lag: int,
     maybe_compile: Callable,
     forced_tokens: Tensor | None = None,
 ) -> object:
     """Decide 1 to K + 1 tokens of every one of the `rows` (decoding/runner.py), K = state.k.
     Returns a timestamp, taken when drafting has ended and verification begins.
 
-    `draft_lag`: how many decided positions the drafter's own cache may be missing, besides those
-    that its first pass computes anyway. `forced_tokens` (B, K) replace the drafted ones. Rows
-    outside drafter.rows_to_draft are decided as in plain decoding.
+    `forced_tokens` (B, K) replace the drafted ones. Rows outside drafter.rows_to_draft are decided
+    as in plain decoding.
     """
     state, target, drafter = rows
     # SPECULATE: K tokens for every row, and the distributions that the drafter drew them from.
-    if draft_lag:
-        drafter.catch_up(state, draft_lag)
     draft_tokens, draft_probs = drafter.propose(state)  # (B, K), (B, K, V)
     num_drafted = draft_tokens.size(1)
     assert num_drafted == state.k, f"{num_drafted} tokens were drafted instead of {state.k}"
@@ -254,11 +250,8 @@ class Drafter(nn.Module):
     runner = None  # the ModelRunner of its model
     owner = None  # a weak reference to the Engine that was made with it last
     # How many of the latest decided tokens the first pass of a round reads: the newest, which no
-    # cache holds yet, and those before it that the draft's own cache may be missing.
+    # cache holds yet, and those before it that the draft's own cache may lack after a round.
     num_input_tokens = 2
-    # Numbers of positions that may be missing from its cache, one for each way to catch up: warm-up
-    # compiles them all.
-    lags_to_compile = (0,)
     # Positions from the last decided token on that its cache needs beyond the target's.
     num_scratch = 0
     max_draft_tokens = math.inf  # of a round
@@ -325,13 +318,6 @@ class Drafter(nn.Module):
             for request in requests
         ]
 
-    def lag_after(self, request, k: int) -> int:
-        """An upper bound on how many decided positions of a scheduler.Request, besides the newest,
-        the drafter's own cache will be missing after the planned step, which drafts k tokens."""
-        if k and self.fits(request):
-            return self.num_input_tokens - 1
-        return request.draft_lag + 1
-
     def row_view(self, begin: int, end: int) -> "Drafter":
         """The drafter of rows [begin, end)."""
         view = row_view(self, begin, end)
@@ -369,10 +355,6 @@ class Drafter(nn.Module):
         """Called after every step, drafted or plain. Writes to state.can_draft (B,) whether a row
         has a draft."""
 
-    def catch_up(self, state: nn.Module, draft_lag: int) -> None:
-        """Called before a round when up to `draft_lag` tokens of a row were decided without
-        this drafter."""
-
 
 class ModelDraft(Drafter):
     """A model drafts token by token, from the sampling's own distribution.
@@ -381,11 +363,6 @@ class ModelDraft(Drafter):
     the target's cache one is enough: verification rewrites all K + 1 positions of every layer
     before any read."""
 
-    CHUNK = 32  # tokens that `catch_up` runs at once
-    # Tokens of a first pass that takes in a short lag itself. A pass over so few tokens costs
-    # little more than one over two: both mostly read the weights.
-    WIDE_PASS = 8
-    runs_wide_pass = False  # does the next round begin with one?
     # A subclass whose first pass reads all tokens that the last round may have decided, k_max + 1,
     # gives the number of tokens that this pass reads besides; None: the first pass reads 1 or 2.
     num_extra_inputs: int | None = None
@@ -400,7 +377,6 @@ class ModelDraft(Drafter):
         if self.owns_cache:
             self.num_input_tokens = 2
             self.max_positions = model.config.max_seq_length
-            self.lags_to_compile = (0, 1, self.CHUNK) if self.WIDE_PASS else (0, self.CHUNK)
 
     def setup(
         self,
@@ -415,16 +391,13 @@ class ModelDraft(Drafter):
         self.runner = target.for_draft(self.model, self.on_layers, self.num_scratch)
         # Ids that only the target has get probability 0; verification still draws them.
         self.vocab = min(target.model.config.vocab_size, self.model.config.vocab_size)
-        for name in ("drawn", "num_behind"):
-            zero = torch.zeros((), dtype=torch.int64, device=state.pos.device)
-            self.register_buffer(name, zero, persistent=False)
+        zero = torch.zeros((), dtype=torch.int64, device=state.pos.device)
+        self.register_buffer("drawn", zero, persistent=False)
 
     def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
         caches = self.runner.slice_to(state.length)
         self.drawn.zero_()
-        first = self.WIDE_PASS if self.runs_wide_pass else self.num_input_tokens
-        self.runs_wide_pass = False
-        for num_input_tokens in (first, *[1] * (state.k - 1)):
+        for num_input_tokens in (self.num_input_tokens, *[1] * (state.k - 1)):
             draw_next = self.maybe_compile(self.draw_next, state, num_input_tokens)
             draw_next(caches, state, num_input_tokens)
         return self.proposal(state.k)
@@ -493,24 +466,6 @@ class ModelDraft(Drafter):
         is_parked = state.pos[:, None] >= state.parked_pos  # (B, 1)
         return tokens, torch.where(is_parked, self.runner.S, pos)
 
-    def catch_up(self, state: nn.Module, draft_lag: int) -> None:
-        if not self.owns_cache:
-            return
-        self.runs_wide_pass = self.num_input_tokens + draft_lag <= self.WIDE_PASS
-        if self.runs_wide_pass:
-            return
-        caches = self.runner.slice_to(state.length)
-        run_chunk = self.maybe_compile(self.run_chunk, state)
-        for begin in reversed(range(0, draft_lag, self.CHUNK)):  # the oldest first
-            # `draw_next` writes the latest `num_input_tokens`.
-            self.num_behind.fill_(self.num_input_tokens + begin)
-            run_chunk(caches, state)
-
-    def run_chunk(self, caches: Caches, state: nn.Module) -> None:
-        """Write keys and values of CHUNK positions, of which the last is `pos` - `num_behind`."""
-        last = (state.pos - self.num_behind).clamp(min=0)
-        self.hidden(caches, state, last, self.CHUNK)
-
 
 class ParallelDraft(ModelDraft):
     """A ModelDraft that drafts all K tokens of a round in one pass, `draw_all`. It reads as many
@@ -518,7 +473,6 @@ class ParallelDraft(ModelDraft):
     them."""
 
     num_extra_inputs = 0
-    WIDE_PASS = 0  # its pass always reads the same number of tokens
 
     def passes(self, k: int) -> int:
         return min(k, 1)

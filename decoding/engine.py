@@ -29,7 +29,7 @@ from decoding.options import EngineOptions
 from decoding.readback import Readback, StepResult, seconds_between, step_times, timestamp
 from decoding.runner import ModelRunner, Rows, clear_positions, copy_positions
 from decoding.sampling import Sampling, sample
-from decoding.scheduler import Request, Scheduler
+from decoding.scheduler import Request, Scheduler, Slot
 from decoding.state import MAX_STOP_IDS, State
 from decoding.statistics import StepRecord
 from decoding.warmup import calibrate, lengths_to_calibrate, warm_up
@@ -199,7 +199,6 @@ class Engine:
         self.costs: Costs | None = None
         self.measured_costs: dict[int, dict[int, Costs]] = {}
         self.draft_length: DraftLength | None = None
-        self.max_draft_lag = 0  # tokens that a row may have received since the drafter last ran
         self.has_outgrown_draft = False  # has a text gone beyond the draft's context?
         self.readback = Readback(self.device, self.ranks.timeout_s)
         self.read_at = 0.0  # time of the last read
@@ -351,7 +350,16 @@ class Engine:
             requests = self.scheduler.decoding()
             if not requests:
                 return events + self.read(0)
-            step = self.plan(requests)
+            begin_s = time.perf_counter()
+            k = self.choose_k(requests)
+            if k and self.lacks_positions(requests):
+                events += self.read(0)
+                requests = [request for request in requests if request.finish_reason is None]
+                if not requests:
+                    return events
+                for request in requests:
+                    self.prefill_draft(request.slot, request.num_positions - 1)
+            step = self.plan(requests, k, begin_s)
             result = self.run(step.rows, step.length, step.k)
             self.readback.send(result, step)
             return events + self.read(self.max_waiting())
@@ -382,7 +390,6 @@ class Engine:
             self.state.park(slot.index)
             slot.num_draft = 0
             slot.store(slot.cached_ids(), num_written=self.runner.S)
-        self.max_draft_lag = 0
 
     def next_prompt(self) -> Request | None:
         """The request whose prompt runs next. A new one first gets its prefix from a slot that has
@@ -423,14 +430,10 @@ class Engine:
             if lacks_one and end > 1 and len(self.requests) > 1 and not self.runs_rounds:
                 return 0  # nothing ran
         step = Step([(0, request)], self.rows(slot.index, slot.index + 1), end)
-        state, target, drafter = step.rows
+        state, target, _ = step.rows
         try:
             h = target.prefill(state, request.num_computed, end, self.chunk)  # (1, T, D)
-            if len(self.runners) > 1:
-                draft_end = min(end, self.drafter.max_positions)
-                if slot.num_draft < draft_end:
-                    drafter.runner.prefill(state, slot.num_draft, draft_end, self.chunk)
-                slot.num_draft = end  # nothing reads the draft's positions beyond its context
+            self.prefill_draft(slot, end)
             self.record_prompt(request, h)
             request.num_computed = end
             if is_last_chunk:
@@ -448,6 +451,26 @@ class Engine:
             self.readback.send(self.result(step.rows, k=0), step)
         return cost
 
+    def prefill_draft(self, slot: Slot, end: int) -> None:
+        """Run the positions up to `end` that the draft's own cache lacks, as far as the draft's
+        context reaches."""
+        if len(self.runners) == 1:
+            return
+        draft_end = min(end, self.drafter.max_positions)
+        if slot.num_draft < draft_end:
+            state, _, drafter = self.rows(slot.index, slot.index + 1)
+            drafter.runner.prefill(state, slot.num_draft, draft_end, self.chunk)
+        slot.num_draft = max(slot.num_draft, end)
+
+    def lacks_positions(self, requests: list[Request]) -> bool:
+        """Does the draft's own cache lack positions that a round of these requests reads?"""
+        if len(self.runners) == 1 or not self.drafter.runs_model:
+            return False
+        fitting = [request for request in requests if self.drafter.fits(request)]
+        if len(fitting) < len(requests):
+            self.has_outgrown_draft = True
+        return any(request.is_draft_behind for request in fitting)
+
     def record_prompt(self, request: Request, h: Tensor) -> None:
         """Record, on request, log-probabilities of the prompt's tokens that follow h (1, T, D)."""
         begin = request.num_computed + 1
@@ -462,31 +485,37 @@ class Engine:
             records = top_logprobs(logits, next_ids, request.num_prompt_logprobs)
             request.prompt_logprobs += records[0].tolist()
 
-    def plan(self, requests: list[Request]) -> Step:
-        """The next step of these requests."""
-        begin_s = time.perf_counter()
-        begin, end = self.row_range([request.slot.index for request in requests])
-        unread = self.readback.unread
-        length = max(request.num_positions for request in requests) + unread
-        length = min(length, self.max_seq_length)
+    def choose_k(self, requests: list[Request]) -> int:
+        """How many tokens the next step of these requests drafts; 0 for a plain step."""
         if self.measured_costs:
-            attended = self.runner.bucket_length(length)
+            begin, end = self.row_range([request.slot.index for request in requests])
+            attended = self.runner.bucket_length(self.max_length(requests))
             costs_by_rows = {
                 num_rows: costs_at(costs_by_length, attended)
                 for num_rows, costs_by_length in self.measured_costs.items()
             }
             self.costs = costs_at(costs_by_rows, end - begin)
-        k = 0
-        if self.ks:
-            self.draft_length.costs = self.costs
-            k = self.drafter.choose_k(requests, unread, self.draft_length)
         if self.options.fixed_width_steps:
-            k = self.max_k
+            return self.max_k
+        if not self.ks:
+            return 0
+        self.draft_length.costs = self.costs
+        return self.drafter.choose_k(requests, self.readback.unread, self.draft_length)
+
+    def max_length(self, requests: list[Request]) -> int:
+        """An upper bound on the decided positions of these requests."""
+        length = max(request.num_positions for request in requests) + self.readback.unread
+        return min(length, self.max_seq_length)
+
+    def plan(self, requests: list[Request], k: int, begin_s: float) -> Step:
+        """The next step of these requests, which drafts k tokens. The host began to choose k at
+        `begin_s`."""
+        begin, end = self.row_range([request.slot.index for request in requests])
         draft_s = time.perf_counter() - begin_s
-        if len(self.runners) > 1:
-            self.update_draft_lags(requests, k)
         for request in requests:
             request.num_launched += 1
+            has_run = k > 0 and self.drafter.runs_model
+            request.is_draft_behind = not has_run or request in self.drafter.suffix_requests
         rows = self.rows(begin, end)
         rows.drafter.runs_model = self.drafter.runs_model
         running = [(request.slot.index - begin, request) for request in requests]
@@ -494,7 +523,7 @@ class Engine:
         return Step(
             running,
             rows,
-            length,
+            self.max_length(requests),
             k,
             begin_s,
             draft_s,
@@ -502,18 +531,6 @@ class Engine:
             self.drafter.runs_model,
             self.costs,
         )
-
-    def update_draft_lags(self, requests: list[Request], k: int) -> None:
-        """Update the upper bounds on how many decided positions the draft's cache is missing:
-        `max_draft_lag` before a step that drafts k tokens, each request's `draft_lag` after it."""
-        fitting = [request for request in requests if self.drafter.fits(request)]
-        if len(fitting) < len(requests):
-            self.has_outgrown_draft = True
-        num_behind = self.drafter.num_input_tokens - 1  # positions that a round's first pass writes
-        lags = [request.draft_lag - num_behind for request in fitting]
-        self.max_draft_lag = max([0, *lags])
-        for request in requests:
-            request.draft_lag = self.drafter.lag_after(request, k)
 
     def row_range(self, slots: Sequence[int]) -> tuple[int, int]:
         """The range of rows that a step for these slots runs. A compiled step runs one row or the
@@ -535,13 +552,9 @@ class Engine:
         state.length = length + k
         caches = rows.target.slice_to(length + k)
         if k == 0:
-            self.max_draft_lag += 1
             self.maybe_compile(decode_step, state)(self.model, caches, state)
         else:
-            draft_end = run_round(
-                rows, caches, self.max_draft_lag, self.maybe_compile, forced_tokens
-            )
-            self.max_draft_lag = 0
+            draft_end = run_round(rows, caches, self.maybe_compile, forced_tokens)
         return self.result(rows, k, (start, draft_end, timestamp(self.device)))
 
     def result(self, rows: Rows, k: int, times: tuple = ()) -> StepResult:
@@ -583,7 +596,9 @@ class Engine:
                 request.decode_s += record.seconds
             ids = request.receive(result, row)
             if self.runs_rounds:
-                self.record_round(step, result, row, request, len(ids))
+                self.record_round(result, row, request, len(ids))
+            if step.k and step.runs_model:
+                self.count_draft_positions(step, request, len(ids))
             events += [(request.id, id) for id in ids]
             if request.ending is not None:
                 self.finish(request, request.ending)
@@ -592,11 +607,18 @@ class Engine:
         self.read_at = now
         return events
 
-    def record_round(
-        self, step: Step, result: StepResult, row: int, request: Request, num_tokens: int
-    ) -> None:
-        """Record on a request how drafting went in a step that gave it so many tokens, and lower
-        its draft_lag, which counted K + 1, once the host has read every step."""
+    def count_draft_positions(self, step: Step, request: Request, num_tokens: int) -> None:
+        """Note what the draft's own cache holds after a round that gave a request so many tokens:
+        all positions before the newest that the round began with, and, where the model's draft was
+        verified, all but those that the first pass of the next round computes."""
+        num_positions = request.num_positions - num_tokens - 1
+        if request not in step.suffix_requests:
+            num_covered = request.num_positions - self.drafter.num_input_tokens
+            num_positions = max(num_positions, num_covered)
+        request.slot.num_draft = num_positions
+
+    def record_round(self, result: StepResult, row: int, request: Request, num_tokens: int) -> None:
+        """Record on a request how drafting went in a step that gave it so many tokens."""
         request.record_drafting(
             num_tokens,
             result.accepted[row],
@@ -604,10 +626,6 @@ class Engine:
             result.drafted[row],
             not result.times,
         )
-        # A step that decided nothing was launched after the text's end.
-        is_latest = num_tokens > 0 and not self.readback.unread
-        if len(self.runners) > 1 and is_latest and not step.runs_model:
-            request.draft_lag -= step.k + 1 - num_tokens
 
     def step_record(
         self, step: Step, result: StepResult, running: Sequence, now: float

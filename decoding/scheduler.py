@@ -57,9 +57,9 @@ class Request(RequestStatistics):
     num_finite: int = 0
     is_active: bool = False  # do steps decide its tokens?
     num_launched: int = 0  # a lower bound on the tokens that the launched steps decide
-    # An upper bound on the decided positions that are missing from the draft's cache once all
-    # launched steps have run. The newest token does not count, because no cache holds it yet.
-    draft_lag: int = 0
+    # Has a step been launched that did not draft for it? Then the draft's own cache lacks more than
+    # the first pass of a round computes.
+    is_draft_behind: bool = False
     can_draft: bool = True  # did the drafter have a proposal?
 
     @property
@@ -102,7 +102,6 @@ class Request(RequestStatistics):
         self.tokens += ids
         if ids:
             self.num_finite = self.num_positions - 1
-            self.slot.num_draft = max(0, self.num_finite - self.draft_lag)
         if step.top_logprobs is not None:
             self.top_logprobs += step.top_logprobs[row][: len(ids)]
             self.token_probs += step.token_probs[row][: len(ids)]

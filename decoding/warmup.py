@@ -49,9 +49,7 @@ def warm_up(engine, path: str) -> float:
         rows.state.sampling_path = path
         rows.state.pos.zero_()
         rows.state.done.fill_(True)
-        lags = engine.drafter.lags_to_compile if k else (0,)
-        for lag in lags * num_runs:
-            engine.max_draft_lag = lag
+        for _ in range(num_runs):
             engine.run(rows, max(1, length - k), k)
     synchronize(engine.device)
     engine.clear()
@@ -126,7 +124,6 @@ def costs_of_rows(
 
     def run_step(k: int) -> tuple[float, float]:
         """Seconds of drafter and target, over new tokens: experts' costs depend on them."""
-        engine.max_draft_lag = 0
         tokens = torch.randint(V, state.tokens.shape, generator=generator)
         drafted = torch.randint(V, (num_rows, k), generator=generator)  # (B, k)
         state.tokens.copy_(tokens)

@@ -25,7 +25,7 @@ OPTIMISM = 4.0
 
 class HybridDraft(SuffixDraft):
     """A suffix draft next to a ModelDraft. A round in which no row takes the model's draft does not
-    run the model, whose cache then lags until `catch_up` fills it."""
+    run the model, whose cache then lacks what the round decided."""
 
     def __init__(self, model_draft: ModelDraft, depth: int = 24):
         super().__init__(depth)
@@ -33,7 +33,6 @@ class HybridDraft(SuffixDraft):
         self.model = model_draft.model
         self.owns_cache = model_draft.owns_cache
         self.max_draft_tokens = model_draft.max_draft_tokens
-        self.lags_to_compile = model_draft.lags_to_compile
         self.max_positions = model_draft.max_positions
         # Running sums: decided tokens, and the plain steps that they would have cost with the
         # suffix draft alone. They start with a few plain steps.
@@ -99,13 +98,6 @@ class HybridDraft(SuffixDraft):
             return k, 0.0
         return model_k, expected_tokens(draft_length.alpha, model_k) - 1
 
-    def lag_after(self, request: Request, k: int) -> int:
-        if not self.runs_model:
-            return request.draft_lag + k + 1
-        # The model's own drafts were of another text than a suffix draft.
-        num_lost = k if request in self.suffix_requests else 0
-        return max(super().lag_after(request, k), num_lost)
-
     def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
         """A suffix draft that later tokens have refuted leaves its row to the model, if that
         runs."""
@@ -142,7 +134,3 @@ class HybridDraft(SuffixDraft):
 
     def passes(self, k: int) -> int:
         return self.model_draft.passes(k)
-
-    def catch_up(self, state: nn.Module, lag: int) -> None:
-        if self.runs_model:
-            self.model_draft.catch_up(state, lag)

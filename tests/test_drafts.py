@@ -248,13 +248,12 @@ def distance(target: Transformer, drafter, twin, folder, plain: int = 0) -> tupl
     with plain steps in between; and which numbers of accepted tokens there were."""
     sampling, accepted = Sampling(1.3), set()
     engine = Engine(target, 4, 100, drafter=drafter, speculate_k=4)
-    longest = max(map(len, PROMPTS)) + 1
     with torch.inference_mode():
         prefill_all(engine, PROMPTS, 85, sampling, seeds=[11, 12, 13, 14])
         for k in (4, 3, 4, *([0] * plain), 1, 4, 2, 4, 4, 0, 4):
-            step = engine.run(engine.rows(0, 4), longest, k)
-            longest += k + 1
-            accepted |= set(step.accepted.tolist()) if k else set()
+            drafter.choose_k = lambda *args, k=k: k
+            engine.step()
+            accepted |= set(engine.state.accepted.tolist()) if k else set()
     worst = 0.0
     for before, tokens, probs in drafter.seen:
         for row in range(4):

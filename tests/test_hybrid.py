@@ -27,6 +27,7 @@ from cli.flags import parse_args
 from cli.main import run as run_args
 from decoding.costs import Costs, expected_tokens
 from decoding.engine import Engine
+from decoding.runner import ModelRunner, padded_length
 from decoding.sampling import Sampling
 from decoding.scheduler import Request, Slot
 from decoding.statistics import StepRecord, Timing
@@ -48,8 +49,8 @@ class Spy:
         self.steps = []
         plan = engine.plan
 
-        def planned(requests):
-            step = plan(requests)
+        def planned(requests, *args):
+            step = plan(requests, *args)
             guessed = sorted(request.id for request in step.suffix_requests)
             self.steps.append((step.k, guessed, step.runs_model, len(requests)))
             return step
@@ -84,7 +85,6 @@ class StubDraft:
     owns_cache = True
     max_draft_tokens = 8
     max_positions = 100
-    lags_to_compile = (0,)
 
     def __init__(self, can_run: list[bool]):
         self.can_run = can_run
@@ -280,38 +280,42 @@ def test_the_model_keeps_its_cache_while_it_sits_rounds_out(models, num_rows, la
     monkeypatch.setattr(clock, "host_lag", lambda device: lag)
     assert model_difference(models, num_rows) < 1e-4
     # The negative control: a suffix draft leaves no gap, it says.
-    monkeypatch.setattr(
-        HybridDraft, "lag_after", lambda self, request, k: self.num_input_tokens - 1
-    )
+    monkeypatch.setattr(Engine, "lacks_positions", lambda self, requests: False)
     assert model_difference(models, num_rows) > 1e-2
 
 
-def test_a_model_catches_up_with_the_tokens_that_were_decided_and_no_more(models):
-    """A round of suffix drafts may decide 1 to K + 1 tokens. Where nothing is unread the host knows
-    how many, and the model's cache lacks just those."""
+def test_a_draft_computes_no_position_that_it_has(models, monkeypatch):
+    """After m plain tokens its cache lacks m positions, and the one or two that the first pass of a
+    round computes."""
     target, draft = models
-    engine = Engine(target, 1, 96, drafter=hybrid_of("model", target, draft), speculate_k=8)
-    known(engine)
-    engine.draft_length = None
-    engine.add_request(PROMPTS[0], sampling=Sampling(0), max_new_tokens=70)
-    spy = Spy(engine)
+    drafter = ModelDraft(draft)
+    engine = Engine(target, 1, 96, drafter=drafter, speculate_k=3)
+    engine.add_request(PROMPTS[0], sampling=Sampling(0.7), max_new_tokens=80)
     (request,) = engine.requests.values()
-    lags = set()
-    sizes = set()
-    while engine.has_unfinished():
-        lag = request.draft_lag
-        num_steps = len(spy.steps)
-        num_decided = len(engine.step())
-        if len(spy.steps) > num_steps and not spy.steps[-1][2]:
-            assert request.draft_lag == lag + num_decided
-            lags.add(request.draft_lag)
-            sizes.add(num_decided)
-    assert len(lags) > 2 and len(sizes) > 1
+    engine.step()
+    spans = []
+    monkeypatch.setattr(
+        ModelRunner,
+        "prefill",
+        lambda self, state, begin, end, chunk: spans.append((begin, end, self.model)),
+    )
+    for num_plain in (1, 2, 5, 9, 1, 3):
+        for k in (*[0] * num_plain, 3, 2):
+            num_positions = request.num_positions
+            drafter.choose_k = lambda *args, k=k: k
+            engine.step()
+            if spans:
+                ((begin, end, model),) = spans
+                assert model is draft and k == 3 and end == num_positions - 1
+                assert num_plain <= end - begin <= num_plain + 1
+                spans.clear()
+                num_plain = None
+        assert num_plain is None, "no position was computed before the round"
 
 
-def test_a_short_lag_needs_no_pass_of_its_own(models, monkeypatch):
-    """The first pass of a round takes in up to six missing tokens; more take one pass for each 32.
-    The distributions are those of the whole text."""
+def test_a_draft_that_rested_computes_what_it_lacks(models, monkeypatch):
+    """Plain steps leave the draft's cache behind. The next round first runs the missing positions
+    like a prompt, and its distributions are those of the whole text."""
     target, draft = models
     widths = []
     hidden = draft.hidden
@@ -321,20 +325,21 @@ def test_a_short_lag_needs_no_pass_of_its_own(models, monkeypatch):
         return hidden(tokens, *args)
 
     monkeypatch.setattr(draft, "hidden", hidden_and_note)
-    for num_plain, passes in ((0, [2]), (1, [8]), (6, [8]), (7, [32, 2]), (40, [32, 32, 2])):
+    for num_plain in (0, 1, 6, 7, 40):
         drafter = recorded(ModelDraft)(draft)
         engine = Engine(target, 2, 96, drafter=drafter, speculate_k=2)
-        for prompt in ([8], PROMPTS[0]):  # the first has fewer tokens than a wide pass
+        for prompt in ([8], PROMPTS[0]):
             engine.add_request(prompt, sampling=Sampling(0.5), max_new_tokens=60)
         engine.step()
         choose_k = drafter.choose_k
         drafter.choose_k = lambda *args: 0
-        for _ in range(num_plain + 1):
+        for _ in range(num_plain):
             engine.step()
         drafter.choose_k = choose_k
         widths.clear()
         engine.step()
-        assert widths == [*passes, 1]
+        num_rows = 2 if num_plain else 0
+        assert widths == [*[padded_length(num_plain)] * num_rows, 2, 1]
         for before, tokens, probs in zip(*drafter.seen[-1], strict=True):
             text = torch.tensor([before + tokens])  # (1, n + 2)
             logits = draft(text, torch.arange(text.size(1)))
@@ -343,7 +348,7 @@ def test_a_short_lag_needs_no_pass_of_its_own(models, monkeypatch):
 
 
 def test_a_round_of_suffix_drafts_runs_no_model(models, monkeypatch):
-    """Neither `propose` nor `catch_up`; and its cost is the verification's."""
+    """And its cost is the verification's."""
     target, draft = models
     drafter = hybrid_of("model", target, draft)
     engine = Engine(target, 1, 96, drafter=drafter, speculate_k=3)

@@ -1045,15 +1045,18 @@ def test_coming_back_from_plain_steps_fills_the_drafts_cache(margins, deep):
     target, draft, _ = margins
     draft = target_copy(target) if deep else draft
     prompts = [PROMPTS[1] * 2, PROMPTS[2]]
-    engine = Engine(target, 2, 96, drafter=ModelDraft(draft), speculate_k=3)
+    drafter = ModelDraft(draft)
+    engine = Engine(target, 2, 96, drafter=drafter, speculate_k=3)
     filled = [len(prompt) + 71 for prompt in prompts]  # the first token of the prompt, and 70 steps
     with torch.inference_mode():
         prefill_all(engine, prompts, 78, Sampling(0))
-        for step in range(70):
-            engine.run(engine.rows(0, 2), 19 + step, 0)
+        drafter.choose_k = lambda *args: 0
+        for _ in range(70):
+            engine.step()
         caches = engine.drafter.runner.caches.layers
         before = [cache.k.clone() for cache in caches]
-        engine.run(engine.rows(0, 2), max(filled), 1)
+        drafter.choose_k = lambda *args: 1
+        engine.step()
     after = [cache.k for cache in caches]
     for row, prompt in enumerate(prompts):
         n = filled[row] - 1  # positions before the last decided token
@@ -1156,7 +1159,8 @@ def test_rows_between_one_and_all_cost_in_proportion(margins):
         engine.add_request(PROMPTS[0], sampling=Sampling(0), max_new_tokens=40)
         engine.step()
         requests = engine.scheduler.decoding()
-        planned.append(engine.plan(requests).costs)
+        engine.choose_k(requests)
+        planned.append(engine.costs)
     assert [costs.decode_s for costs in planned] == [1.0, 1.5, 2.0, 2.5, 3.0]
     assert [costs.verify_s[1] for costs in planned] == [1.25, 2.5, 3.75, 5.0, 6.25]
 
@@ -1209,8 +1213,8 @@ def test_auto_stops_drafting_as_a_text_grows(margins, num_rows, lag, monkeypatch
         times = (0.0, 0.0, seconds, seconds)
         return run(rows, length, k, forced_tokens)._replace(times=times)
 
-    def plan_and_record(requests):
-        planned.append(plan(requests))
+    def plan_and_record(*args):
+        planned.append(plan(*args))
         return planned[-1]
 
     monkeypatch.setattr(engine, "run", run_by_clock)

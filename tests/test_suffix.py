@@ -229,8 +229,9 @@ def test_the_host_waits_for_nothing(model):
     while not engine.scheduler.decoding():
         engine.step()
     for _ in range(12):
+        requests = engine.scheduler.decoding()
         with torch.inference_mode(), NoSync():
-            step = engine.plan(engine.scheduler.decoding())
+            step = engine.plan(requests, engine.choose_k(requests), begin_s=0.0)
             result = engine.run(step.rows, step.length, step.k)
         engine.readback.send(result, step)
         engine.read(0)
