@@ -3,7 +3,8 @@ distribution.
 
     acceptance, residual, accept    rejection sampling: two formulas, and the decision of every
                                     round, token by token or for the whole block
-    run_round, verify_step          one round: SPECULATE, VERIFY, ACCEPT
+    speculate                       the whole idea, for one prompt: read it first
+    run_round, verify_step          the same round for the rows of an engine
     Drafter                         the interface of a drafter: propose, advance, update
     ModelDraft                      a second model with its own cache, or part of the target on the
                                     target's cache;  ParallelDraft  one that drafts in one pass
@@ -20,7 +21,7 @@ arXiv:2403.10444 (below: S), for whole blocks. K is L's and S's gamma.
 import copy
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -30,7 +31,17 @@ from torch import Tensor, nn
 import decoding.sampling as sampling
 from decoding.costs import Costs
 from decoding.readback import NO_DRAFT, timestamp
-from decoding.sampling import ACCEPT, DRAFT_DRAW, draw
+from decoding.sampling import (
+    ACCEPT,
+    DRAFT_DRAW,
+    INVALID,
+    PENALIZED,
+    PLAIN_DRAW,
+    Sampling,
+    draw,
+    round_uniform,
+    uniform,
+)
 from model import Caches, Config, Transformer, row_view
 from weights.formats import format_of
 from weights.walker import quantized_copy
@@ -138,6 +149,104 @@ def accept(
     q = F.pad(q, (0, 0, 0, 1))  # (B, K + 1, V): q is 0 after K acceptances
     p_next = residual(p[row, n], q[row, n], factor)  # (B, V)
     return n, draw(p_next, to_draw[row, n])
+
+
+# -------------------------------------------------------------------------------------- speculate
+
+
+class Text:
+    """A batch of one row, for `speculate` and its drafter. The names are those of
+    decoding.state.State, so that a drafter serves both."""
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        k: int,
+        S: int,
+        device: torch.device,
+    ):
+        """A prompt, with room for S tokens in all; a round drafts k of them."""
+        self.tokens = torch.zeros(1, S, dtype=torch.int64, device=device)  # (1, S)
+        self.tokens[0, : len(prompt)] = torch.tensor(prompt)
+        self.pos = torch.tensor([len(prompt) - 1], device=device)  # (1,) of the last decided token
+        self.seed = torch.tensor([seed], device=device)  # (1,)
+        self.k = k
+        self.sampling = sampling
+        self.sampling_path = sampling.path
+        self.values = sampling.values.to(device)  # (n,)
+        if sampling.path == PENALIZED:
+            raise ValueError("logit_bias and penalties need an Engine (decoding/engine.py)")
+
+    @property
+    def length(self) -> int:
+        """The number of decided tokens."""
+        return self.pos.item() + 1
+
+    @property
+    def last(self) -> Tensor:
+        """The last decided token (1, 1)."""
+        return self.tokens.gather(1, self.pos[:, None])
+
+    def noise(self, pos: Tensor, purpose: int = PLAIN_DRAW) -> Tensor:
+        """Uniform numbers (1, T) for tokens at pos (1, T): those of plain decoding, or for another
+        purpose this round's own."""
+        seed = self.seed[:, None].expand_as(pos)
+        if purpose == PLAIN_DRAW:
+            return uniform(seed, pos)
+        start = self.pos[:, None]
+        return round_uniform(seed, start, pos - start, purpose)
+
+    def append(self, token: int) -> None:
+        if token == INVALID:
+            raise ValueError(f"position {self.length}: the model's logits are not finite")
+        self.tokens[0, self.length] = token
+        self.pos += 1
+
+
+@torch.inference_mode()
+def speculate(
+    target: Transformer,
+    drafter,
+    prompt: Sequence[int],
+    *,
+    k: int,
+    sampling: Sampling,
+    max_new_tokens: int,
+    stop_ids: Collection[int] = (),
+    seed: int = 0,
+) -> Iterator[int]:
+    """The whole idea, for one prompt: draft k tokens, verify them in one pass of the target, keep n
+    of them, and draw one more. Yields what generate.decode yields: the same greedy tokens, and
+    sampled ones of the same distribution.
+
+    drafter.propose(text) returns k tokens (1, k) for the positions after text.pos, and the
+    distributions (1, k, V) that it drew them from, or zeros for no draft.
+    """
+    end = len(prompt) + max_new_tokens
+    text = Text(prompt, sampling, seed, k, end + k, target.norm.weight.device)
+    caches = target.make_caches(1, end + k)
+    # The prompt decides the first token, as in `decode`.
+    pos = torch.arange(len(prompt), device=text.pos.device)  # (T,)
+    h = target.hidden(text.tokens[:, pos], pos, caches.slice_to(len(prompt)))  # (1, T, D)
+    p = sampling.probs(target.head(h[:, -1:]))  # (1, 1, V)
+    decided = draw(p, text.noise(text.pos[:, None] + 1))  # (1, 1)
+    while True:
+        for token in decided[0].tolist():
+            text.append(token)
+            yield token
+            if token in stop_ids or text.length == end:
+                return
+        # DRAFT k tokens, and VERIFY them: what would the target have drawn after each?
+        draft_tokens, q = drafter.propose(text)  # (1, K), (1, K, V)
+        tokens = torch.cat((text.last, draft_tokens), dim=1)  # (1, K + 1)
+        pos = text.pos[:, None] + torch.arange(k + 1, device=text.pos.device)  # (1, K + 1)
+        p = sampling.probs(target(tokens, pos, caches.slice_to(text.length + k)))  # (1, K + 1, V)
+        # ACCEPT n of them, and the token that follows.
+        noise = (text.noise(pos[:, 1:], ACCEPT), text.noise(pos + 1))  # (1, K), (1, K + 1)
+        n, token = accept(draft_tokens, q, p, noise=noise, block=True)  # (1,), (1,)
+        decided = torch.cat((draft_tokens[:, :n], token[:, None]), dim=1)  # (1, n + 1)
 
 
 # ---------------------------------------------------------------------------------------- a round

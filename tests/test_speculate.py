@@ -1,0 +1,94 @@
+"""`speculate`, the drafted twin of `decode`: an engine's rounds at a fixed K give its tokens."""
+
+import pytest
+import test_drafts
+import test_speculative
+import torch
+from test_speculative import PROMPTS, pair
+
+from decoding.engine import Engine
+from decoding.sampling import Sampling
+from generate import decode
+from speculative import accept, speculate
+
+SAMPLINGS = {
+    "greedy": Sampling(0),
+    "plain": Sampling(1.0),
+    "filtered": Sampling(1.2, top_k=20, top_p=0.9),
+}
+KINDS = {
+    **dict.fromkeys(("model", "itself", "layers", "ngram1", "suffix"), test_speculative),
+    **dict.fromkeys(("eagle", "pard", "dflash", "shared"), test_drafts),
+}
+
+
+class OneRow:
+    """A drafter of the engine, as `speculate` asks it. Before it proposes, the caches get what the
+    text has decided since, but for the newest token."""
+
+    def __init__(self, target, drafter, prompt, k: int, S: int):
+        self.engine = Engine(target, 1, S, drafter=drafter, speculate_k=k)
+        self.engine.add_request(prompt, sampling=Sampling(0), max_new_tokens=S - len(prompt))
+        self.request = self.engine.next_prompt()
+
+    def propose(self, text):
+        engine, request = self.engine, self.request
+        state, target, drafter = engine.rows(0, 1)
+        length = text.length
+        request.tokens = text.tokens[0, len(request.prompt) : length].tolist()
+        request.sampling = text.sampling
+        state.tokens[:, :length] = text.tokens[:, :length]
+        state.pos.copy_(text.pos)
+        state.seed.copy_(text.seed)
+        state.values[:] = text.values
+        state.done.fill_(False)
+        state.sampling_path = text.sampling_path
+        state.k, state.length = text.k, length + text.k
+        if request.num_computed < length - 1:
+            target.prefill(state, request.num_computed, length - 1, engine.chunk)
+            request.num_computed = length - 1
+        engine.prefill_draft(request.slot, length - 1)
+        drafter.expect([request], 0)
+        drafter.update(state)
+        tokens, q = drafter.propose(state)
+        return tokens, torch.where(drafter.rows_to_draft(state)[:, None, None], q, 0)
+
+
+def by_token(*args, block: bool, **options):
+    return accept(*args, **options)
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("k", [4, 1])
+@pytest.mark.parametrize("block", [True, False], ids=["block", "token"])
+@pytest.mark.parametrize("path", SAMPLINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_gives_its_tokens(kind, path, block, k, monkeypatch):
+    """Up to a number of tokens, to the context's end, and to a stop id within a round."""
+    target, draft = pair()
+    S = target.config.max_seq_length
+    if not block:
+        monkeypatch.setattr("speculative.accept", by_token)
+
+    def new_drafter():
+        return KINDS[kind].any_drafter(kind, target, draft)
+
+    def tokens_of_both(prompt: list[int], **options) -> list[int]:
+        options |= {"sampling": SAMPLINGS[path], "seed": 5}
+        drafter = OneRow(target, new_drafter(), prompt, k, S)
+        tokens = [*speculate(target, drafter, prompt, k=k, **options)]
+        verification = "block" if block else "token"
+        engine = Engine(
+            target, 1, S, drafter=new_drafter(), speculate_k=k, verification=verification
+        )
+        request = engine.requests[engine.add_request(prompt, **options)]
+        while engine.has_unfinished():
+            engine.step()
+        assert tokens == request.tokens
+        if path == "greedy":
+            assert tokens == [*decode(target, prompt, **options)]
+        return tokens
+
+    tokens = tokens_of_both(PROMPTS[0], max_new_tokens=40)
+    assert tokens_of_both(PROMPTS[0], max_new_tokens=40, stop_ids=tokens[7:8])[-1] == tokens[7]
+    tokens_of_both(PROMPTS[3], max_new_tokens=S - len(PROMPTS[3]))
