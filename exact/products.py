@@ -27,6 +27,7 @@ FAST_ROWS = 5
 # Numbers of rows to probe; fewer of them for large weights, whose probe takes milliseconds.
 ROW_COUNTS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 48, 64, 128, 512)
 LARGE_ROW_COUNTS = (FAST_ROWS, 6, 9, 12, 16, 32, 64, 128)
+UNPADDED_ROW_COUNTS = tuple(range(1, 9))  # for kernels whose cost is per row
 
 
 class RowSplit(NamedTuple):
@@ -67,17 +68,13 @@ def find_packed_split(
     out: int,
     n: int,
     dtype: torch.dtype,
-    is_large: bool,
+    candidates: Sequence[int],
+    max_first: int,
     threads: int,
 ) -> RowSplit:
     """The split for weights (out, n) in a layout for `threads` threads, by a probe of
     kernel_on_ones(out, n, dtype), the product of x (M, n) with weights that are 1. Without numbers
-    that qualify, batches are only padded."""
-    candidates = LARGE_ROW_COUNTS if is_large else ROW_COUNTS
-    if is_large and dtype.itemsize == 4:
-        candidates = (1, 2, 3, *candidates)
-    # A tile of AMX has 16 rows, which cost as much as one; in float32 every row costs.
-    max_first = 16 if dtype.itemsize == 2 else 2
+    that qualify, batches are only padded. The other arguments are `invariant_row_counts`'s."""
     kernel = kernel_on_ones(out, n, dtype)
     row_counts = invariant_row_counts(kernel, n, dtype, candidates, max_first)
     return exact_split(row_counts) if row_counts else RowSplit(candidates[:1])

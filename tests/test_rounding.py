@@ -10,7 +10,10 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -260,6 +263,35 @@ def test_products_give_each_row_what_it_gets_alone(out, n, dtype):
         y = packed(x[:M])
         assert y[2].isnan().all()
         assert torch.equal(bits(y[3:]), bits(alone[3:M])), "a row's NaN reached another"
+
+
+COUNT_ROWS = """
+import torch
+from weights import cpu
+
+for dtype in (torch.bfloat16, torch.float16):
+    weight = torch.randn(1100, 1024).to(dtype)  # beyond LARGE_BYTES
+    for packed in (cpu.prepack_weight(weight), cpu.PlainWeights(weight)):
+        kernel = packed.kernel
+        sizes = []
+        packed.kernel = lambda x: (sizes.append(len(x)), kernel(x))[1]
+        for M in range(1, 18):
+            sizes.clear()
+            assert packed(torch.randn(M, 1024).to(dtype)).shape == (M, 1100)
+            padding = sum(sizes) - M
+            assert padding < packed.tile_rows[dtype], (type(packed), dtype, M, sizes)
+            assert type(packed) is not cpu.PlainWeights or padding == 0, (dtype, M, sizes)
+"""
+
+
+@pytest.mark.parametrize("level", ["AVX2", None])
+def test_no_row_is_padded_where_every_row_costs(level):
+    """The rows that the kernel gets, on this processor and on one that has AVX2 alone: aten's
+    product of plain 16-bit weights reads them anew for each row."""
+    env = dict(os.environ)
+    if level:
+        env |= {"ONEDNN_MAX_CPU_ISA": level, "ATEN_CPU_CAPABILITY": level.lower()}
+    subprocess.run([sys.executable, "-c", COUNT_ROWS], cwd=ROOT, env=env, check=True)
 
 
 # ---------------------------------------------------------------------------- the law of the bits

@@ -21,12 +21,20 @@ rows of a tile are used, and the same machine reads 21 to 33 GB/s.
 
 import functools
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from exact.products import INTEGER_SPLIT, RowSplit, find_packed_split
+from exact.products import (
+    INTEGER_SPLIT,
+    LARGE_ROW_COUNTS,
+    ROW_COUNTS,
+    UNPADDED_ROW_COUNTS,
+    RowSplit,
+    find_packed_split,
+)
 from weights.compiling import LIBRARY, is_small_batch, module_of, register_handle
 
 # Larger weights do not fit the inner caches, so reading them is a product's cost.
@@ -76,7 +84,12 @@ class PackedWeights(nn.Module):
     rows. They stay on the CPU and are never unpacked. `row_split` says in which numbers of rows
     `kernel` runs."""
 
-    pads = True  # does a batch of a few rows cost as much as a full tile?
+    # Rows that cost little more than one, by the weights' dtype: a batch is padded up to there.
+    tile_rows: ClassVar[dict[torch.dtype, int]] = {
+        torch.bfloat16: TILE_ROWS,
+        torch.float16: TILE_ROWS,
+        torch.float32: 2,
+    }
 
     def __init__(self, weight: Tensor):
         super().__init__()
@@ -88,9 +101,19 @@ class PackedWeights(nn.Module):
 
     @classmethod
     def find_row_split(cls, weight: Tensor) -> RowSplit:
-        is_large = cls.pads and weight.nbytes >= LARGE_BYTES
         threads = torch.get_num_threads()
-        return find_packed_split(cls.kernel_on_ones, *weight.shape, weight.dtype, is_large, threads)
+        candidates = cls.probed_rows(weight)
+        max_first = cls.tile_rows[weight.dtype]
+        return find_packed_split(
+            cls.kernel_on_ones, *weight.shape, weight.dtype, candidates, max_first, threads
+        )
+
+    @staticmethod
+    def probed_rows(weight: Tensor) -> tuple[int, ...]:
+        """The numbers of rows to try."""
+        if weight.nbytes < LARGE_BYTES:
+            return ROW_COUNTS
+        return LARGE_ROW_COUNTS if weight.dtype.itemsize == 2 else (1, 2, 3, *LARGE_ROW_COUNTS)
 
     @classmethod
     def kernel_on_ones(cls, out: int, n: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -143,7 +166,21 @@ class PackedWeights(nn.Module):
 
 
 class PlainWeights(PackedWeights):
-    """Weights as they are, where packing gains nothing. Batches are split all the same."""
+    """Weights as they are, where packing gains nothing. Batches are split all the same.
+
+    In 16 bits aten reads the weights anew for every row, so that each row of padding costs as much
+    as a row of the batch.
+    """
+
+    tile_rows: ClassVar[dict[torch.dtype, int]] = {
+        torch.bfloat16: 1,
+        torch.float16: 1,
+        torch.float32: 2,
+    }
+
+    @staticmethod
+    def probed_rows(weight: Tensor) -> tuple[int, ...]:
+        return ROW_COUNTS if weight.dtype.itemsize == 4 else UNPADDED_ROW_COUNTS
 
     def prepack(self, weight: Tensor) -> Tensor:
         return weight
@@ -155,7 +192,11 @@ class PlainWeights(PackedWeights):
 class TransposedWeights(PlainWeights):
     """Weights as they are, on the left of the product: y^T = W x^T."""
 
-    pads = False  # so one row may be the best split for weights of any size
+    tile_rows = PackedWeights.tile_rows
+
+    @staticmethod
+    def probed_rows(weight: Tensor) -> tuple[int, ...]:
+        return ROW_COUNTS  # one row may be the best split for weights of any size
 
     def kernel(self, x: Tensor) -> Tensor:
         return transposed_product(x, self.data)
