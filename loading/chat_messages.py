@@ -67,6 +67,13 @@ def write_arguments(arguments: object) -> str:
     return json.dumps(parse_arguments(arguments), ensure_ascii=False)
 
 
+def wrap_arguments(arguments: object) -> object:
+    """A tool call's arguments as an object, in which text that is no JSON of one is a member: what
+    a model wrote up to a limit of tokens."""
+    value = parse_arguments(arguments)
+    return value if isinstance(value, dict) else {"arguments": value}
+
+
 def map_calls(message: dict, change: Callable[[dict], dict]) -> dict:
     """The message with every function of its tool_calls changed. A call holds one, or is one
     itself."""
@@ -113,15 +120,18 @@ def message_forms(
     """The conversation in every form that a template may expect, the commonest first; none comes
     twice.
 
-    DeepSeek's templates join a call's arguments as text, others write them by tojson; some read a
-    null content beside tool calls and refuse a missing one. A template without the role developer
+    DeepSeek's templates join a call's arguments as text, others write them by tojson or read their
+    members; some read a null content beside tool calls and refuse a missing one. A template without the role developer
     gets it as system, as in llama.cpp.
     """
     contents = [unchanged, split_parts] if reads_parts else [join_parts]
     developers = ["developer", "system"] if has_developer else ["system"]
     earlier = []
     for options in itertools.product(
-        developers, contents, ("absent", None, ""), (parse_arguments, write_arguments)
+        developers,
+        contents,
+        ("absent", None, ""),
+        (parse_arguments, write_arguments, wrap_arguments),
     ):
         written = [MessageForm(*options).write(message) for message in messages]
         if written not in earlier:

@@ -56,7 +56,8 @@ class MessageForm:
     def parser(self) -> MessageParser:
         """A parser of one answer."""
         max_calls = math.inf if self.request.parallel_tool_calls else 1
-        return MessageParser(self.marks, self.is_thinking, max_calls)
+        is_forced = bool(self.request.forced_tools)
+        return MessageParser(self.marks, self.is_thinking, max_calls, is_forced)
 
     def grammar(self, grammars: JsonGrammars) -> Grammar:
         """The grammar of the calls that tool_choice forces, or of a response_format, in place of

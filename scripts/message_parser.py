@@ -22,15 +22,18 @@ CALL_ID_LENGTH = 9  # Mistral's templates refuse others
 class MessageParser:
     """The parser of one answer. `marks`: patterns and the modes that follow them, by mode; without
     them all text is content. is_thinking: the prompt has begun the thoughts; max_calls: further
-    calls are dropped."""
+    calls are dropped; is_forced: a grammar lets the answer be calls alone, so that what looks like
+    content is a part of one that a limit cut off."""
 
     def __init__(
         self,
         marks: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
         is_thinking: bool = False,
         max_calls: float = math.inf,
+        is_forced: bool = False,
     ):
         self.marks = marks
+        self.is_forced = is_forced
         self.mode = "reasoning_content" if is_thinking else "begin"
         self.max_calls = max_calls
         self.pending = ""
@@ -95,6 +98,8 @@ class MessageParser:
         return self.deltas[-1]
 
     def add_text(self, text: str) -> None:
+        if self.is_forced and self.mode == "content":
+            return
         if self.strips:
             text = text.lstrip()
         if text:

@@ -35,7 +35,7 @@ from pydantic import (
 from cli.options import check_template_kwargs
 from cli.page import Token
 from decoding.sampling import Sampling
-from loading.chat_messages import ContentError, join_parts, parse_arguments
+from loading.chat_messages import ContentError, join_parts
 from loading.chat_templates import THOUGHTS
 from scripts.message_parser import MessageParser
 from scripts.other_servers import translated
@@ -182,9 +182,10 @@ class Completion(TextRequest):
 
 
 def check_arguments(x: object) -> object:
-    """A call's arguments: an object, or JSON of one in a string, as OpenAI's clients send it."""
-    if not isinstance(parse_arguments(x), dict):
-        raise ValueError("the arguments must be a JSON object, or a string with one")
+    """A call's arguments: an object, or text, which OpenAI's clients send. The text is JSON of an
+    object where the model finished it, and may be any other where a limit cut it."""
+    if not isinstance(x, dict | str | None):
+        raise ValueError("the arguments must be a JSON object, or a string")
     return {} if x is None else x
 
 

@@ -890,7 +890,7 @@ def test_neutral_values_ask_for_nothing_and_an_answer_is_pure_ascii():
             {"messages": named, "tools": tools, "tool_choice": value}, True, "m", Sampling()
         )
         assert request.template_tools == (tools if value == "auto" else None)
-    for arguments in ("[" * 100_000, "[1]", "{", "x", 3, [1]):
+    for arguments in (3, [1]):
         call = {
             "role": "assistant",
             "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],

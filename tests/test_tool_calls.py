@@ -25,6 +25,7 @@ from decoding.options import EngineOptions
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
 from generate import LLM
+from loading.chat_messages import message_forms, render_complete
 from loading.chat_templates import ChatTemplate
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer
@@ -118,6 +119,38 @@ def template(family: str, thoughts: str = "", prompt: str = "") -> ChatTemplate:
     source = FRAME.replace("CALLS", CALLS[family]) + f"{{# {thoughts} #}}"
     source = source.replace("PROMPT", f"{{{{ {prompt!r} }}}}" if prompt else "")
     return ChatTemplate(source.replace("INTRODUCTION", INTRODUCTIONS.get(family, "''")), {})
+
+
+# ------------------------------------------------------------------------------------- the messages
+
+BROKEN_ARGUMENTS = ['{"a": 1', '{"a": "x', "{", "not JSON", "[1]", "5", '"text"', "null", "[" * 500]
+
+
+@pytest.mark.parametrize("arguments", BROKEN_ARGUMENTS)
+@pytest.mark.parametrize(
+    "call, expected",
+    [
+        ("{{ f.arguments }}", "TEXT"),
+        ("{{ f.arguments | tojson }}", "JSON"),
+        ("{% if f.arguments is string %}{{ f.arguments }}{% else %}object{% endif %}", "TEXT"),
+        ("{% for k, v in f.arguments | items %}{{ k }}={{ v }}{% endfor %}", "arguments=TEXT"),
+        ("{% for k, v in f.arguments.items() %}{{ k }}={{ v }}{% endfor %}", "arguments=TEXT"),
+    ],
+)
+def test_arguments_that_are_no_object_reach_every_template_as_text(arguments, call, expected):
+    """As in OpenAI's API, they may be what a model wrote up to a limit of tokens. A template that
+    reads the members of an object gets the text as the only one."""
+    call_object = {"function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "tool_calls": [call_object]}
+    (written,) = read_request({"messages": [message]}, True, "m", Sampling()).prompts
+    source = FRAME.replace("CALLS", ONE.replace("CALL", "{{ f.name }}" + call)).replace(
+        "INTRODUCTION", "''"
+    )
+    template = ChatTemplate(source.replace("PROMPT", ""), {})
+    forms = message_forms(written, template.reads_parts, False)
+    text = render_complete(lambda form: template.render(form, False), forms)
+    expected = expected.replace("JSON", json.dumps(arguments)).replace("TEXT", arguments)
+    assert text.removeprefix(f"{TURN}f").removesuffix("<|end_of_text|>") == expected
 
 
 # --------------------------------------------------------------------------------------- the parser
@@ -605,6 +638,31 @@ def test_an_answer_that_ends_inside_a_call_says_so(server):
             break
         assert choice.finish_reason == "length"
     assert choice.finish_reason == "tool_calls"
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forced_call_that_the_limit_cuts_is_no_text_and_goes_back(server, family):
+    """Whatever the limit, an answer that has to be a call has no other text, and its message goes
+    back to the server with the next request, with arguments that end in the middle."""
+    text = call_text(family, "add", a=5)
+    num_broken = 0
+    for limit in range(1, 60, 4):
+        server.use(family, text)
+        keys = {"tools": TOOLS, "tool_choice": "required", "max_tokens": limit}
+        choice = server.ask(**keys).choices[0]
+        assert not choice.message.content, limit
+        chunks = server.ask(stream=True, **keys)
+        assert not any(chunk.choices[0].delta.content for chunk in chunks), limit
+        if choice.finish_reason == "tool_calls":
+            break
+        assert choice.finish_reason == "length"
+        num_broken += bool(choice.message.tool_calls)
+        history = [*USER, choice.message.model_dump(exclude_none=True)]
+        if choice.message.tool_calls:
+            server.script.write("x")
+            assert server.ask(messages=history, tools=TOOLS, max_tokens=2).choices
+    assert choice.finish_reason == "tool_calls" and num_broken
 
 
 @pytest.mark.attack
