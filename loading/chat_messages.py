@@ -121,8 +121,8 @@ def message_forms(
     twice.
 
     DeepSeek's templates join a call's arguments as text, others write them by tojson or read their
-    members; some read a null content beside tool calls and refuse a missing one. A template without the role developer
-    gets it as system, as in llama.cpp.
+    members; some read a null content beside tool calls and refuse a missing one. A template without
+    the role developer gets it as system, as in llama.cpp.
     """
     contents = [unchanged, split_parts] if reads_parts else [join_parts]
     developers = ["developer", "system"] if has_developer else ["system"]

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import subprocess
 
 import pytest
 from conftest import ROOT
@@ -137,6 +138,49 @@ def test_other_runs_record_nothing(monkeypatch, tmp_path):
     for flags in ([], ["--report", str(tmp_path / "report.html")]):
         run(parse_args([*flags, "--max_new_tokens", "2", "--device", "cpu"]))
     assert records == [False, True]
+
+
+# The elements that scripts/markdown.js makes, as far as it needs them.
+ELEMENTS = """
+class Node {
+  constructor(tag) { this.tag = tag; this.parts = []; }
+  append(...parts) {
+    for (const part of parts) this.parts.push(...(part.tag === "#" ? part.parts : [part]));
+  }
+  appendChild(part) { this.append(part); return part; }
+}
+const document = {createDocumentFragment: () => new Node("#")};
+const make = (tag, name = "", text = "") =>
+  Object.assign(new Node(tag), {parts: text ? [text] : []});
+function* within(node, depth = 0) {
+  if (typeof node === "string") return yield [node, depth];
+  for (const part of node.parts) yield* within(part, depth + 1);
+}
+"""
+MARKS = [*"*_`~[#->\\", "> ", "- ", "1. ", "# ", "  - a\n", "> \n", "`\n", "~~~\n", "\u2028", "\t"]
+MARKS += [f"{mark}a " for mark in ("*", "_", "**", "__", "~~", "`", "[", "[a](http://", "***")]
+MARKS += ["*a **b ", "**a b** ", "_a* ", "` `` ", "# a #", " #", "[[", "``` `", "- - ", "**_~~"]
+
+
+@pytest.mark.parametrize("frame", ["TEXT", "- TEXTx", "# TEXTx", "~~~TEXT`", "` TEXT\u2028x"])
+def test_any_text_is_formatted_in_linear_time_and_without_deep_nesting(tmp_path, frame):
+    """40,000 signs of every sort: a time that grows with the square of that would be minutes. No
+    letter of a text is lost."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no node on this machine: apt-get install nodejs")
+    texts = [frame.replace("TEXT", mark * (40_000 // len(mark))) for mark in MARKS]
+    program = f"""{ELEMENTS}{(ROOT / "scripts" / "markdown.js").read_text()}
+    const letters = text => text.replace(/https?:|[^a-z]/g, "");
+    for (const text of {json.dumps(texts)}) {{
+      const nodes = [...within(markdown(text))];
+      const deepest = nodes.reduce((most, [, depth]) => Math.max(most, depth), 0);
+      const written = letters(nodes.map(([part]) => part).join(""));
+      const numLost = letters(text).length - written.length;  // a letter behind a fence is none
+      if (deepest > 64 || numLost < 0 || numLost > 1) throw new Error(text.slice(0, 40));
+    }}"""
+    (tmp_path / "markdown.cjs").write_text(program)
+    subprocess.run([node, tmp_path / "markdown.cjs"], check=True, timeout=120)
 
 
 @contextlib.contextmanager

@@ -1812,10 +1812,62 @@ def test_page_survives_a_reload(page):
     page.reload()
     expect(about).to_contain_text("drafted by")
     assert page.locator(".intro").count() == 1 and page.input_value("#system") == "Be brief."
-    page.evaluate("localStorage.setItem(STORE, '{')")  # not this page's
+    page.evaluate("STORES.forEach(name => window[name].setItem(STORE, '{'))")  # not this page's
     page.reload()
     expect(about).to_contain_text("drafted by")
     assert page.locator(".intro").count() == 1
+
+
+@pytest.mark.browser
+def test_page_draws_the_others_where_one_message_cannot_be_drawn(page):
+    """A conversation that was stored by another version of the page, or one that breaks it."""
+    from playwright.sync_api import expect
+
+    page.evaluate(
+        """() => {
+            turns = [{role: "user", text: "first"}, {role: "race", text: "second"},
+                {role: "assistant", text: "third", tokens: 3},
+                {role: "assistant", text: "> ".repeat(4000) + "- ".repeat(2000), tokens: []}];
+            at("colours").checked = false;
+        }"""
+    )
+    page.reload()  # which stores them
+    expect(page.locator("#about")).to_contain_text("drafted by")
+    texts = page.locator("#log article").all_text_contents()
+    assert texts[:3] == ["first", "second", "third"] and "> > > " in texts[3]
+    page.click("#reset")
+    answered(page, PROMPTS[0])
+    assert page.locator("article.assistant").count() == 1
+
+
+@pytest.mark.browser
+def test_two_tabs_keep_a_conversation_each(chromium, server):
+    from playwright.sync_api import expect
+
+    context = chromium.new_context()
+    tabs = []
+    for prompt in PROMPTS[:2]:
+        tab = context.new_page()
+        tab.goto(server.url)
+        expect(tab.locator("#about")).to_contain_text("drafted by")
+        assert tab.locator("article.user").all_text_contents() == PROMPTS[: len(tabs)]
+        tab.click("#reset")
+        tab.fill("#most", "8")
+        answered(tab, prompt)
+        tabs.append((tab, prompt))
+    for tab, prompt in [*tabs, tabs[0]]:
+        tab.reload()
+        expect(tab.locator("#about")).to_contain_text("drafted by")
+        assert tab.locator("article.user").all_text_contents() == [prompt]
+    context.close()
+
+
+@pytest.mark.browser
+def test_page_goes_on_after_a_restart_with_another_model(page):
+    page.evaluate("model.id = 'another'; model.created = 1; about.draft = null")
+    answered(page, PROMPTS[0])
+    assert page.locator("article.error").count() == 0
+    assert page.evaluate("model.id") == "demo" and page.evaluate("about.draft") is not None
 
 
 @pytest.mark.browser
