@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -28,6 +28,7 @@ MAX_STORED_BYTES = 2**26
 # Values of OpenAI's keys at which a request is as without them. At others they are refused.
 NEUTRAL = {
     "background": OFF,
+    "client_metadata": ANY,  # of Codex: the program's and the session's names
     # Stateless clients ask for it; here an item of reasoning has its thoughts in the clear.
     "include": (*OFF, ["reasoning.encrypted_content"]),
     "max_tool_calls": ANY,  # of tools that run on OpenAI's servers
@@ -71,7 +72,8 @@ class TextOptions(BaseModel, extra="forbid", strict=True):
 
 class Reasoning(BaseModel, extra="forbid", strict=True):
     effort: str | None = None
-    summary: None = None  # the thoughts themselves are there, where a template marks them
+    # Of "auto" a model makes none: the thoughts themselves are there, where a template marks them.
+    summary: Literal["auto", "none"] | None = None
 
 
 class ResponseRequest(BaseModel):

@@ -304,6 +304,29 @@ NEUTRAL_KEYS = {
 }
 
 
+def test_a_body_of_codex_is_read():
+    """The keys of its requests that ask for nothing else than a chat does."""
+    tool = {"type": "function", "name": "shell", "strict": False, "parameters": {"type": "object"}}
+    request = chat_of(
+        instructions="You are a coding agent.",
+        input=[
+            {"type": "message", "role": "developer", "content": "b"},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        ],
+        tools=[tool],
+        tool_choice="auto",
+        parallel_tool_calls=False,
+        reasoning={"effort": None, "summary": "auto"},
+        store=False,
+        stream=True,
+        include=["reasoning.encrypted_content"],
+        prompt_cache_key="x",
+        client_metadata={"x-codex-installation-id": "x"},
+    )
+    assert [message["role"] for message in request.prompts[0]] == ["system", "developer", "user"]
+    assert request.template_tools[0]["function"]["name"] == "shell"
+
+
 def test_neutral_keys_change_nothing():
     """Encrypted thoughts are asked for by clients that store nothing, such as inspect-ai: the items
     have their thoughts in the clear."""
@@ -323,12 +346,14 @@ def test_neutral_keys_change_nothing():
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"context_management": [{"type": "compaction"}]}, "context_management"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools"),
+        ({"tools": [{"type": "custom", "name": "apply_patch", "format": {}}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": []}]}, "tools"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": "9"}, "max_output_tokens"),
         ({"metadata": {"a": 1}}, "metadata"),
