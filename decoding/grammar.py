@@ -56,23 +56,28 @@ class JsonGrammars:
     def compile(self, schema: dict) -> "Grammar":
         """ValueError for a schema that is broken, contradictory, too large, or has unsupported
         keys."""
-        return self._grammar(
+        return self.from_source(
             self.matcher_type.grammar_from_json_schema(json.dumps(schema), defaults=OPTIONS)
         )
 
     def compile_lark(self, source: str) -> "Grammar":
         """A grammar in llguidance's form of Lark, whose rules may hold JSON schemas. ValueError as
         of `compile`."""
-        return self._grammar(self.matcher_type.grammar_from_lark(source))
+        return self.from_source(self.matcher_type.grammar_from_lark(source))
 
-    def _grammar(self, source: str) -> "Grammar":
+    def from_source(self, source: str) -> "Grammar":
         """The Grammar of a source in llguidance's own form."""
         matcher = self.matcher_type(self.tokenizer, source, log_level=0)
         if matcher.is_error():
-            raise ValueError("the schema: " + " ".join(matcher.get_error().split())[:300])
+            raise grammar_error(matcher.get_error())
         if not Grammar(matcher.deep_copy(), self.stop_ids).mask().any():
             raise ValueError("the schema: it allows no text")
         return Grammar(matcher, self.stop_ids)
+
+
+def grammar_error(message: str) -> ValueError:
+    """llguidance's message in one line, without the state that it prints after it."""
+    return ValueError("the schema: " + " ".join(message.partition("<state>")[0].split())[:300])
 
 
 class Grammar:
@@ -98,6 +103,11 @@ class Grammar:
             rows.append(self.mask())
         self.matcher.rollback(len(rows) - 1)
         return torch.stack(rows)
+
+    @property
+    def error(self) -> ValueError | None:
+        """Why the grammar failed, in llguidance's words."""
+        return grammar_error(self.matcher.get_error()) if self.matcher.is_error() else None
 
     def mask(self) -> Tensor:
         mask = torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.int32)

@@ -10,12 +10,14 @@ No function here knows a tokenizer or an instance of a template: `render` is a f
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 CONTENT = "content"
 # No text holds it, and digits survive upper, tojson and the other filters of templates.
 MARK_PREFIX = "71839265"
+MARK = re.compile(rf"(?=({MARK_PREFIX}\d{{6}}))")  # also one that begins inside of other digits
 
 
 class ContentError(ValueError):
@@ -219,9 +221,10 @@ def check_complete(
     text = render_or_none(marked)
     if text is None:
         return
+    written = set(MARK.findall(text))  # one look at the text, however many marks there are
     are_thoughts: dict[bool, bool] = {}  # by whether the answers have tool calls
     for mark in marker.marks:
-        if mark.text in text:
+        if mark.text in written:
             continue
         message = messages[mark.index]
         has_calls = bool(message.get("tool_calls"))

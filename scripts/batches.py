@@ -294,16 +294,19 @@ class Decoder:
         self.engine.state.return_logprobs = self.engine.compile or has_logprobs
 
     def end(self, row: Row) -> None:
-        if row.request.error is not None:
+        grammar = row.job.grammar and row.request.grammar
+        if row.request.error is not None and grammar and grammar.error:
+            self.fail(row, grammar.error, 400)  # a mask without any token, no fault of the model
+        elif row.request.error is not None:
             self.fail(row, row.request.error)
         else:
             self.count([row], row.finish_reason)
             row.send(self.ending(row))
 
-    def fail(self, row: Row, error: Exception) -> None:
+    def fail(self, row: Row, error: Exception, status: int = 500) -> None:
         print_error(error)
         self.count([row], "error")
-        row.job.send(Refusal(f"decoding failed: {error}", status=500))
+        row.job.send(Refusal(f"decoding failed: {error}", status=status))
 
     def ending(self, row: Row) -> dict:
         """`Event.ending` of a row: finish_reason and timings."""

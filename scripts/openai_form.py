@@ -114,6 +114,7 @@ def answer_schema(x: object) -> dict:
 HINTS = get_type_hints(Sampling)
 SETTINGS = {field.name: (setting_type(HINTS[field.name]), None) for field in fields(Sampling)}
 NonEmpty = Field(min_length=1)
+FirstError = Field(fail_fast=True)  # of a list, which may have a million
 MaxTokens = Annotated[int, Field(ge=0, le=2**31)]
 Stops = Annotated[list[str] | None, BeforeValidator(without_empty), Field(max_length=MAX_STOPS)]
 StreamOption = Literal["include_usage", "include_obfuscation", "continuous_usage_stats"]
@@ -123,7 +124,7 @@ class SharedKeys(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     n: int = Field(1, ge=1, le=128)
     stop: Stops = None
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], FirstError] = []
     ignore_eos: bool | None = None  # None: as --ignore_eos says
     seed: int | None = Field(None, ge=MIN_SEED, le=MAX_SEED)
     stream: bool = False
@@ -173,7 +174,10 @@ class Completion(TextRequest):
     parallel_tool_calls: ClassVar = True
     separate_reasoning: ClassVar = False
     prompts: Annotated[
-        list[str | Annotated[list[int], NonEmpty]], BeforeValidator(as_list), NonEmpty
+        list[str | Annotated[list[int], FirstError, NonEmpty]],
+        FirstError,
+        BeforeValidator(as_list),
+        NonEmpty,
     ] = Field(alias="prompt")
     # The number of top tokens to list besides the chosen one.
     num_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, alias="logprobs")
@@ -242,7 +246,7 @@ class Message(BaseModel):
     role: str
     content: Annotated[str | list[dict] | None, BeforeValidator(check_parts)] = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], FirstError] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None  # an answer of OpenAI's has it in place of content
     # Clients send thoughts under three names; templates read one or two of them.
@@ -268,8 +272,8 @@ def check_template_keys(kwargs: dict) -> dict:
 class Chat(TextRequest):
     chat: ClassVar = True
     echo: ClassVar = False
-    messages: Annotated[list[Message], NonEmpty]
-    tools: list[Tool] | None = None
+    messages: Annotated[list[Message], FirstError, NonEmpty]
+    tools: Annotated[list[Tool], FirstError] | None = None
     tool_choice: Literal["required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     separate_reasoning: bool = True  # SGLang's; false leaves thoughts in the content

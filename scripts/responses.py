@@ -16,11 +16,11 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from scripts.openai_form import Chat, Refusal, refusal_of
+from scripts.openai_form import Chat, FirstError, Refusal, refusal_of
 from scripts.other_servers import ANY, OFF, is_among
 
 MAX_STORED = 512  # responses
@@ -80,7 +80,7 @@ class ResponseRequest(BaseModel):
     """The keys that a chat lacks or has in another form. All others are the chat's."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
-    input: str | list[dict]
+    input: str | Annotated[list[dict], FirstError]
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=2**31)
@@ -415,6 +415,7 @@ class ResponseStore:
         self.max_responses = max_responses
         self.max_bytes = max_bytes
         self.responses: dict[str, Stored] = {}
+        self.output_items: dict[str, dict] = {}  # of all responses, by id
 
     def get(self, id: str, name: str = "Response", **error) -> Stored:
         if id not in self.responses:
@@ -436,20 +437,23 @@ class ResponseStore:
         """The item itself, or the one of an output that an item_reference names."""
         if item.get("type") != "item_reference":
             return item
-        for stored in self.responses.values():
-            for output_item in stored.response["output"]:
-                if output_item["id"] == item.get("id"):
-                    return output_item
-        raise Refusal(f"Item with id '{item.get('id')!s:.99}' not found.", "input", 404)
+        id = item.get("id")
+        if not isinstance(id, str) or id not in self.output_items:
+            raise Refusal(f"Item with id '{id!s:.99}' not found.", "input", 404)
+        return self.output_items[id]
 
     def add(self, response: dict, conversation: list[dict]) -> None:
         conversation = conversation + response["output"]
         num_bytes = len(json.dumps([response, conversation]))
         self.responses[response["id"]] = Stored(response, conversation, num_bytes)
+        self.output_items |= {item["id"]: item for item in response["output"]}
         num_bytes = sum(stored.num_bytes for stored in self.responses.values())
         while len(self.responses) > self.max_responses or num_bytes > self.max_bytes:
-            num_bytes -= self.responses.pop(next(iter(self.responses))).num_bytes
+            oldest = next(iter(self.responses))
+            num_bytes -= self.responses[oldest].num_bytes
+            self.remove(oldest)
 
     def remove(self, id: str) -> None:
-        self.get(id)
+        for item in self.get(id).response["output"]:
+            del self.output_items[item["id"]]
         del self.responses[id]

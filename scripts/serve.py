@@ -43,7 +43,7 @@ from cli.opening import Workload, open_llm
 from cli.page import page
 from cli.prompts import finite_number, refuse_constant
 from cli.report import greedy_text
-from decoding.grammar import Grammar, JsonGrammars
+from decoding.grammar import Grammar
 from decoding.sampling import Sampling
 from decoding.settings import is_random, new_tokens, random_seed
 from decoding.state import MAX_STOP_IDS
@@ -61,9 +61,10 @@ try:
     from pydantic_core import from_json
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
     from scripts.batches import Decoder, Job, Row
-    from scripts.message_form import MessageForm
+    from scripts.message_form import CheckedGrammars, MessageForm
     from scripts.openai_form import (
         MAX_TOP_LOGPROBS,
         MIN_SEED,
@@ -85,6 +86,9 @@ except ImportError as error:
 
 MAX_BODY_BYTES = 2**22
 MAX_CONNECTIONS = 512
+HEAD_S = 20  # seconds until a connection without a request, or with half of its headers, is closed
+BODY_S = 60  # for a request's body
+NOT_ALNUM = bytes(byte for byte in range(256) if not chr(byte).isalnum() or byte > 127)
 CHAT = "/chat/completions"
 COMPLETIONS = "/completions"
 MODELS = "/models"
@@ -158,6 +162,9 @@ class Api:
         self.next_seed = self.defaults.seed  # of the next request without a seed
         self.responses = ResponseStore()
         self.encoder = ThreadPoolExecutor(1)  # a tokenizer encodes one prompt after the other
+        self.compiler = ThreadPoolExecutor(1)  # of grammars, for which nobody else waits
+        # No token has more letters and digits.
+        self.max_alnum = max(1, *map(num_alnum, self.pieces))
 
     def app(self) -> FastAPI:
         app = FastAPI(openapi_url=None, dependencies=[Depends(self.admit)])
@@ -199,9 +206,12 @@ class Api:
             name = urlsplit(f"//{request.headers.get('host', '')}").hostname
         except ValueError as error:
             raise Refusal(f"the Host header: {error}") from None
-        if self.hosts and name not in self.hosts:
+        # HTTP/1.0 may leave it out, which no browser speaks.
+        is_named = "host" in request.headers
+        if self.hosts and is_named and name not in self.hosts:
             hosts = ", ".join(sorted(self.hosts))
-            raise Refusal(f"this server answers to {hosts}, not to {name!r:.99}", None, 403)
+            message = f"this server answers to {hosts}, not to {name!r:.99}: see --allowed_host"
+            raise Refusal(message, None, 403)
         if request.url.path in OPEN_PATHS or self.server.api_key is None:
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -254,7 +264,7 @@ class Api:
 
     async def answer(self, http_request: Request) -> Response:
         """Answer a chat or a completion."""
-        body = await self.in_time(read_body(http_request))
+        body = await self.read_body(http_request)
         is_chat = http_request.url.path.endswith(CHAT)
         request = read_request(body, is_chat, self.name, self.sampling)
         job, answer, num_rows, prompt_tokens = await self.submit(http_request, request)
@@ -268,18 +278,42 @@ class Api:
         usage = answer.usage(prompt_tokens, events)
         return json_response({**answer.head, "choices": choices, "usage": usage})
 
-    async def in_time(self, awaitable: Awaitable) -> object:
-        """Its result. Refusal if a request's time ends first."""
+    async def in_time(self, awaitable: Awaitable, seconds: float = math.inf) -> object:
+        """Its result. Refusal if these seconds, or a request's time, end first."""
+        seconds = min(seconds, self.server.answer_s)
         try:
-            async with asyncio.timeout(self.server.answer_s):
+            async with asyncio.timeout(seconds):
                 return await awaitable
         except TimeoutError:
-            raise Refusal(f"not read within {self.server.answer_s:g} s", None, 408) from None
+            raise Refusal(f"not read within {seconds:g} s", None, 408) from None
 
-    def in_encoder(self, function: Callable, *args) -> Awaitable:
-        """The function's result, from the thread that encodes."""
+    def read_body(self, http_request: Request) -> Awaitable:
+        return self.in_time(read_body(http_request), BODY_S)
+
+    def in_thread(self, executor: ThreadPoolExecutor, function: Callable, *args) -> Awaitable:
+        """The function's result, from a thread beside the connections'."""
         loop = asyncio.get_running_loop()
-        return self.in_time(loop.run_in_executor(self.encoder, function, *args))
+        return self.in_time(loop.run_in_executor(executor, function, *args))
+
+    def check_size(self, request: TextRequest) -> None:
+        """Refusal for prompts that cannot fit, whose rendering and encoding would take long."""
+        max_length = self.llm.engine.max_seq_length
+        param = "messages" if request.chat else "prompt"
+        num_characters = 0
+        for prompt in request.prompts:
+            texts = [prompt]
+            if request.chat:
+                texts = [join_parts(message.get("content")) or "" for message in prompt]
+            num_characters += sum(map(len, texts))
+            if num_characters > MAX_BODY_BYTES:  # of items that references name again and again
+                raise Refusal(f"{param}: more than {MAX_BODY_BYTES} characters", param, 413)
+            min_tokens = len(texts)  # a message has one at least
+            for text in texts:
+                if isinstance(text, str):
+                    min_tokens = max(min_tokens, num_alnum(text.encode()) // self.max_alnum)
+            if min_tokens > max_length:
+                message = f"the prompt: at least {min_tokens} tokens do not fit"
+                raise too_long(message, param, max_length)
 
     async def submit(self, http_request: Request, request: TextRequest) -> Submitted:
         """Encode a request's prompts and give its rows to the decoder."""
@@ -289,13 +323,14 @@ class Api:
                 f"{num_rows} answers are more than the {self.server.queue} that may wait",
                 "n" if request.n > 1 else "prompt",
             )
+        self.check_size(request)
         job = Job(asyncio.get_running_loop())
         job.stop_ids = self.stop_ids(request)
         form = MessageForm(request, self.llm.tokenizer)
         job.visible = form.visible
-        prompts = await self.in_encoder(self.encode_prompts, request)
+        prompts = await self.in_thread(self.encoder, self.encode_prompts, request)
         form.read_prompt(prompts[0].ids)
-        job.grammar = await self.in_encoder(self.compile_grammar, form)
+        job.grammar = await self.in_thread(self.compiler, self.compile_grammar, form)
         self.decoder.add(self.rows(job, request, prompts))
         job.watcher = asyncio.create_task(self.watch(http_request, job))
         answer = Answer(request, self.name, self.pieces, form.parser, job.stop_ids)
@@ -305,7 +340,7 @@ class Api:
 
     async def respond(self, http_request: Request) -> Response:
         """Answer /v1/responses by a streamed chat."""
-        request = read_response_request(await self.in_time(read_body(http_request)))
+        request = read_response_request(await self.read_body(http_request))
         conversation = self.responses.conversation(request)
         try:
             chat = read_request(request.chat_body(conversation), True, self.name, self.sampling)
@@ -334,7 +369,7 @@ class Api:
 
     async def tokenize(self, http_request: Request) -> Response:
         """The ids of a prompt or of messages, which may be longer than the context."""
-        body = await self.in_time(read_body(http_request))
+        body = await self.read_body(http_request)
         is_chat = "messages" in body
         bos = None
         if not is_chat and body.get("add_special_tokens") is False:
@@ -343,7 +378,7 @@ class Api:
         if len(request.prompts) > 1:
             raise Refusal(f"{len(request.prompts)} prompts: give one of them", "prompt")
         try:
-            ids = await self.in_encoder(self.ids_of, request, request.prompts[0], bos)
+            ids = await self.in_thread(self.encoder, self.ids_of, request, request.prompts[0], bos)
         except ValueError as error:
             raise Refusal(f"the prompt: {error}", "messages" if is_chat else "prompt") from None
         max_length = self.llm.engine.max_seq_length
@@ -351,11 +386,12 @@ class Api:
 
     async def detokenize(self, http_request: Request) -> Response:
         """The text of ids, in which special tokens have none."""
-        ids = (await self.in_time(read_body(http_request))).get("tokens")
+        ids = (await self.read_body(http_request)).get("tokens")
         vocab = range(self.llm.tokenizer.vocab_size)
         if not isinstance(ids, list) or not all(type(id) is int and id in vocab for id in ids):
             raise Refusal(f"tokens must be a list of ids below {len(vocab)}", "tokens")
-        return json_response({"prompt": await self.in_encoder(self.llm.tokenizer.decode, ids)})
+        text = await self.in_thread(self.encoder, self.llm.tokenizer.decode, ids)
+        return json_response({"prompt": text})
 
     async def props(self) -> Response:
         """What llama.cpp's /props has and this server knows, and vLLM's max_model_len."""
@@ -434,8 +470,8 @@ class Api:
         job.send(refusal)
 
     @functools.cached_property
-    def grammars(self) -> JsonGrammars:
-        return JsonGrammars(self.llm.tokenizer, self.llm.tokenizer.stop_ids)
+    def grammars(self) -> CheckedGrammars:
+        return CheckedGrammars(self.llm.tokenizer, self.llm.tokenizer.stop_ids)
 
     def compile_grammar(self, form: MessageForm) -> Grammar | None:
         """The grammar of a request's response_format or tool_choice. Refusal for a schema that
@@ -461,14 +497,11 @@ class Api:
             return [self.encode(request, prompt) for prompt in request.prompts]
         except ValueError as error:
             message = reason_of(error).partition(", or lower")[0]
-        code = None
-        if "positions" in message:
-            code = "context_length_exceeded"
-            # litellm, aider and others look for these words of OpenAI's.
-            limit = self.llm.engine.max_seq_length
-            message += f". This model's maximum context length is {limit} tokens."
+        message = f"the prompt: {message}"
         param = "messages" if request.chat else "prompt"
-        raise Refusal(f"the prompt: {message}", param, 400, code)
+        if "positions" in message:
+            raise too_long(message, param, self.llm.engine.max_seq_length)
+        raise Refusal(message, param)
 
     def encode(self, request: TextRequest, prompt: str | list) -> EncodedPrompt:
         """max_tokens is clipped to the room that the prompt leaves. A chat without it gets all of
@@ -512,6 +545,18 @@ class Api:
             kwargs["add_generation_prompt"] = False
         tools = request.template_tools
         return conversation_ids(self.llm.tokenizer, messages, tools=tools, **kwargs)
+
+
+def too_long(message: str, param: str, max_length: int) -> Refusal:
+    """litellm, aider and others look for these words of OpenAI's."""
+    message += f". This model's maximum context length is {max_length} tokens."
+    return Refusal(message, param, 400, "context_length_exceeded")
+
+
+def num_alnum(text: bytes) -> int:
+    """The ASCII letters and digits of a text. No tokenizer drops them or makes one token of many,
+    as some do with blanks and with characters that they do not know."""
+    return len(text.translate(None, NOT_ALNUM))
 
 
 def is_system(message: dict) -> bool:
@@ -581,8 +626,7 @@ def log_refusal(request: Request, error: Refusal) -> None:
     message = str(error) if log.isEnabledFor(logging.DEBUG) else error.logged
     line = f"{request.method} {request.url.path}: {error.status}, {message}"
     level = logging.ERROR if error.status >= 500 else logging.WARNING
-    printable = "".join(x if x.isprintable() else " " for x in line)  # no control codes
-    log.log(level, "%s", printable)
+    log.log(level, "%s", line)
     request.app.state.metrics.add({"refused_requests_total": 1})
 
 
@@ -642,11 +686,60 @@ def chunks(answer: Answer, event: Event, opened: set[int], usage: dict | None) -
         yield answer.chunk(choice, usage=usage)
 
 
+class PrintableArgs(logging.Filter):
+    """Spaces in place of control codes, which would reach the terminal from a client: from its
+    request, or from the headers of a trusted proxy."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        args = record.args if isinstance(record.args, tuple) else ()
+        record.args = tuple(
+            "".join(x if x.isprintable() else " " for x in arg) if isinstance(arg, str) else arg
+            for arg in args
+        )
+        return True
+
+
 def log_config() -> dict:
     """uvicorn's own, with the lines about requests on stderr too: stdout is for text."""
     config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
     config["handlers"]["access"]["stream"] = "ext://sys.stderr"
+    config["filters"] = {"printable": {"()": PrintableArgs}}
+    for handler in config["handlers"].values():
+        handler["filters"] = ["printable"]
     return config
+
+
+class TimedProtocol(H11Protocol):
+    """uvicorn's connection, which is closed after HEAD_S without a complete head of a request: idle
+    connections would otherwise hold all MAX_CONNECTIONS."""
+
+    timer: asyncio.TimerHandle | None = None
+
+    def watch_head(self) -> None:
+        """Run the timer while no request is being answered."""
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if is_answering and self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+        elif not is_answering and self.timer is None:
+            self.timer = self.loop.call_later(HEAD_S, self.transport.close)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.watch_head()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        self.watch_head()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self.watch_head()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        if self.timer is not None:
+            self.timer.cancel()
 
 
 def listen(flags: ServerOptions) -> socket.socket:
@@ -660,7 +753,8 @@ def listen(flags: ServerOptions) -> socket.socket:
 
 
 def make_server(flags: ServerOptions, decoder: Decoder, is_local: bool) -> uvicorn.Server:
-    hosts = {"localhost", "127.0.0.1", "::1", flags.host.lower()} if is_local else None
+    local_hosts = {"localhost", "127.0.0.1", "::1", flags.host.lower(), *flags.allowed_hosts}
+    hosts = local_hosts if is_local else None
     api = Api(flags, decoder, hosts)
     config = uvicorn.Config(
         api.app(),
@@ -669,6 +763,9 @@ def make_server(flags: ServerOptions, decoder: Decoder, is_local: bool) -> uvico
         lifespan="off",
         limit_concurrency=MAX_CONNECTIONS,
         server_header=False,
+        http=TimedProtocol,
+        proxy_headers=flags.forwarded_allow_ips is not None,
+        forwarded_allow_ips=flags.forwarded_allow_ips,
         timeout_graceful_shutdown=math.ceil(flags.answer_s),
     )
     return uvicorn.Server(config)

@@ -45,6 +45,8 @@ class ServerOptions:
     api_key: str | None
     api_key_file: str | None
     cors: list[str] | None
+    allowed_hosts: list[str]
+    forwarded_allow_ips: str | None
     model_alias: str | None
     system: str | None
     queue: int
@@ -99,6 +101,23 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerOptions:
         metavar="ORIGIN",
         help="let pages of this origin use the server, such as http://localhost:3000; *: of any;"
         " may be repeated",
+    )
+    add(
+        "--allowed_host",
+        action="append",
+        dest="allowed_hosts",
+        default=[],
+        type=str.lower,
+        metavar="NAME",
+        help="answer to this name in the Host header too, such as one that a proxy or a container"
+        " sends; a server on a loopback address answers to this machine's names alone; may be"
+        " repeated",
+    )
+    add(
+        "--forwarded_allow_ips",
+        metavar="ADDRESSES",
+        help="believe X-Forwarded-For and X-Forwarded-Proto of proxies at these addresses,"
+        " separated by commas; default: of none",
     )
     add(
         "--served_model_name",

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from loading.chat_messages import check_complete
 from loading.tokenizer import copy_files, load_tokenizer
 
 # Each family's format, in the constructs that its template uses: loops, trims, namespaces, raised
@@ -319,3 +320,23 @@ def test_keys_and_roles_that_spell_special_tokens_stay_text(sp_folder, tmp_path)
     assert tokenizer.decode(ids).count(
         '"a</s>b": {"<s>": 1}'
     ) == 3 and "user</s>x" in tokenizer.decode(ids)
+
+
+def test_however_many_messages_there_are_their_text_is_searched_once():
+    """Digits in front of a mark do not hide it, and the message that is left out is named."""
+
+    searches = []
+
+    class Text(str):
+        def __contains__(self, other: str) -> bool:
+            searches.append(other)
+            return super().__contains__(other)
+
+    def render(messages: list[dict]) -> str:
+        return Text("".join(message["content"] for message in messages if "drop" not in message))
+
+    messages = [{"role": "user", "content": "71839265" * n} for n in range(50)]
+    check_complete(render, messages[1:], ())
+    assert searches == []
+    with pytest.raises(ValueError, match=r"messages\[7\], role 'user': .* leaves out its content"):
+        check_complete(render, [*messages[1:8], {**messages[9], "drop": True}], ())

@@ -512,6 +512,26 @@ def test_the_oldest_responses_go_and_the_others_keep_their_conversations():
     assert list(store.responses) == [ids[2], ids[4]]
 
 
+def test_an_item_is_found_by_its_id_without_a_search():
+    """50,000 references in a request would each search all responses."""
+
+    class Unsearchable(dict):
+        def values(self):
+            raise AssertionError("searched")
+
+    responses = ResponseStore(max_responses=3)
+    for number in range(5):
+        item = {"id": f"msg_{number}", "role": "assistant", "content": "a"}
+        responses.add({"id": f"resp_{number}", "output": [item]}, [])
+    responses.responses = Unsearchable(responses.responses)
+    reference = {"type": "item_reference", "id": "msg_4"}
+    assert responses.resolve(reference)["id"] == "msg_4"
+    responses.remove("resp_3")
+    for id in ("msg_0", "msg_3", None, [], {}):
+        with pytest.raises(Refusal, match="not found"):
+            responses.resolve(reference | {"id": id})
+
+
 def test_stored_responses_have_a_limit_of_bytes():
     """Whatever they are made of: keys that no template reads, too."""
     store = ResponseStore(max_bytes=100_000)

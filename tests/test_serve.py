@@ -22,6 +22,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import openai
@@ -39,7 +40,7 @@ from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer
 from scripts import serve, serve_flags
 from scripts.batches import Decoder, Job, Row
-from scripts.openai_form import Answer, Chat, Event, Refusal, Token, read_request
+from scripts.openai_form import Answer, Chat, Completion, Event, Refusal, Token, read_request
 from scripts.other_servers import NEUTRAL
 from weights.walker import pack_model
 
@@ -591,6 +592,18 @@ REFUSED = {
         400,
         "response_format",
     ),
+    "a schema that the grammar cannot follow": (
+        {
+            "extra_body": {
+                "response_format": json_format(
+                    {"type": "object", "properties": {f"p{n}": {} for n in range(700)}}
+                )
+            }
+        },
+        400,
+        "response_format",
+    ),
+    "more text than can fit": ({"prompt": "dog" * 100_000}, 400, "prompt"),
     "both lengths": ({"extra_body": {"max_completion_tokens": 3}}, 400, "max_tokens"),
 }
 
@@ -658,6 +671,79 @@ def test_bodies_and_paths_that_mean_nothing(server):
     assert server.raw(path, fine, Host="localhost")[0] == 200
     assert server.raw("/v1/models")[1]["data"][0]["id"] == "demo"
     assert server.raw("/health") == (200, {"status": "ok"})
+
+
+def test_what_cannot_fit_is_refused_before_it_is_rendered(tokenizer):
+    """By the number of messages, and by letters and digits, of which no token has more than
+    max_alnum."""
+    max_alnum = max(map(serve.num_alnum, tokenizer.pieces()))
+    api = SimpleNamespace(max_alnum=max_alnum)
+    api.llm = SimpleNamespace(engine=SimpleNamespace(max_seq_length=100))
+
+    def check(messages: list[dict]) -> None:
+        serve.Api.check_size(api, read_request({"messages": messages}, True, "m", Sampling()))
+
+    user = {"role": "user", "content": "a"}
+    parts = {"role": "user", "content": [{"type": "text", "text": "9" * 100 * max_alnum}] * 2}
+    check([user] * 100)
+    check([user | {"content": "\u00e9 \u4e00\n" * 9000 + "a1" * 50 * max_alnum}])
+    for messages in ([user] * 101, [user, user | {"content": "a" * 101 * max_alnum}], [parts]):
+        with pytest.raises(Refusal) as caught:
+            check(messages)
+        assert caught.value.body["error"]["code"] == "context_length_exceeded"
+    items = [user | {"content": " " * 2**20}] * 5  # references to one long item
+    with pytest.raises(Refusal, match="characters"):
+        check(items)
+    for text in ("a" * 999, "0123456789" * 99, "Once upon a time " * 99, ROOT.name * 99):
+        assert serve.num_alnum(text.encode()) // max_alnum <= len(tokenizer.encode(text))
+
+
+@pytest.mark.parametrize("key", ["messages", "prompt", "stop_token_ids", "tools"])
+def test_of_a_wrong_list_the_first_item_is_read(key):
+    """A body has room for two million items, and an error for each of them takes seconds."""
+    wrong = {"messages": [0], "prompt": [{}], "stop_token_ids": [-1], "tools": [0]}[key]
+    body = {"messages": [{"role": "user", "content": "a"}]} if key != "prompt" else {}
+    request_type = Completion if key == "prompt" else Chat
+    with pytest.raises(pydantic.ValidationError) as caught:
+        request_type.model_validate(body | {key: wrong * 1000})
+    assert caught.value.error_count() <= 2  # a prompt may be of two types
+
+
+def connect(running: Running) -> socket.socket:
+    host, port = running.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def test_idle_connections_end_and_busy_ones_do_not(serving, monkeypatch):
+    monkeypatch.setattr(serve, "HEAD_S", 0.3)
+    running = serving()
+    heads = [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "]
+    heads.append(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")  # answered, then idle
+    for head in heads:
+        with connect(running) as connection:
+            connection.sendall(head)
+            received = b""
+            while part := connection.recv(999):
+                received += part
+            assert received.endswith(b'{"status": "ok"}') == (head is heads[-1])
+    choice = running.ask("Once", max_tokens=400, temperature=30, seed=1).choices[0]
+    assert choice.timings["tokens"] == 400
+
+
+def test_names_of_hosts_and_addresses_of_clients(serving, server):
+    """HTTP/1.0 needs no Host. A name that a flag allows is answered. X-Forwarded-For is believed
+    from a trusted address alone, and no control code of it reaches the log."""
+    forwarded = {"X_Forwarded_For": "6.6.6.6\x1b[31m"}
+    proxied = serving("--forwarded_allow_ips", "127.0.0.1", "--allowed_host", "Box.example")
+    for running, address, status in ((server, "127.0.0.1", 403), (proxied, "6.6.6.6", 200)):
+        with connect(running) as connection:
+            connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+            assert connection.recv(99).startswith(b"HTTP/1.1 200")
+        assert running.raw("/v1/models", Host="box.example:80")[0] == status
+        assert running.raw("/v1/models", **forwarded)[0] == 200
+        time.sleep(0.1)
+        line = running.log.read_text().splitlines()[-1]
+        assert line.split()[1].startswith(address) and "\x1b" not in running.log.read_text()
 
 
 def test_the_page_fetches_nothing_from_elsewhere(server):
