@@ -21,15 +21,14 @@ import loading.saving as saving
 from cli.exits import print_status
 from cli.options import QuantizeOptions
 from loading.checkpoint import Checkpoint
-from loading.files import complete_folder, shard_name, write_index
+from loading.files import complete_folder, shard_name, stored_type, write_index
 from loading.target import pick_device
 from loading.tokenizer import copy_files, load_tokenizer
 from model import Config, Transformer
 from quantize import quantize_block
-from weights.formats import FORMATS, Fp8, Int8, check_finite, release_memory
+from weights.formats import FORMATS, check_finite, release_memory
 from weights.walker import quantize_model
 
-STORED_TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 BATCH = 8  # windows of the calibration text that run at once
 
 
@@ -42,8 +41,9 @@ def run(options: QuantizeOptions) -> None:
     config, stored, read = checkpoint.weights
     dtype = models.plain_dtype(options.dtype, config.dtype)
     print_notes(checkpoint, stored.notes, dtype)
-    # Refuse early if inputs do not divide into groups.
-    models.empty_model(config, torch.float32, options.scheme, options.head_scheme)
+    # Refuse early if inputs do not divide into groups, or if no file can hold the parts.
+    quantized = models.empty_model(config, torch.float32, options.scheme, options.head_scheme)
+    models.expected_tensors(config, quantized)
     is_portable = transformers_can_read(options, config)
     if is_portable:  # now, and not when the first layer has been quantized
         import loading.quantized.reader  # noqa: F401
@@ -93,7 +93,7 @@ def has_long_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> bool:
     if checkpoint.is_gguf or checkpoint.adapter:
         return True
     types = {tensor.get_dtype() for tensor in checkpoint.tensors.values()}
-    return types != {STORED_TYPES[dtype]}
+    return types != {stored_type(dtype)}
 
 
 def transformers_can_read(options: QuantizeOptions, config: Config) -> bool:
@@ -102,7 +102,11 @@ def transformers_can_read(options: QuantizeOptions, config: Config) -> bool:
     if config.n_experts or config.family in ("mimo", "qwen2_5_vl_text", "qwen3_vl_text"):
         return False
     heads = [None] if config.tie_embeddings else [None, options.scheme]
-    return isinstance(FORMATS.get(options.scheme), Int8 | Fp8) and options.head_scheme in heads
+    return (
+        options.scheme is not None
+        and FORMATS[options.scheme].is_portable
+        and options.head_scheme in heads
+    )
 
 
 def load_ends(model: Transformer, read: Callable, device: torch.device, source: str) -> None:

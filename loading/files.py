@@ -4,6 +4,7 @@
     tensor_files, open_tensors              the tensor files of a folder, and its stored tensors by
                                             name
     check_headers                           compares names, shapes and types with the expected ones
+    stored_type                             safetensors' name of a dtype
     fingerprint                             a hash that identifies a folder's tensors
     write_atomically, complete_folder       a file, or a folder, under another name until it is
                                             complete
@@ -12,6 +13,7 @@ Every ValueError names the file.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -21,8 +23,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, deserialize, safe_open
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 import loading.plain_files as plain_files
@@ -211,6 +213,20 @@ def list_names(names: list[str]) -> str:
 
 def shard_name(number: int, num_shards: int) -> str:
     return f"model-{number:05d}-of-{num_shards:05d}.safetensors"
+
+
+@functools.cache
+def stored_type(dtype: torch.dtype) -> str:
+    """safetensors' name of a dtype, as it writes it. ValueError for a dtype that it cannot
+    write."""
+    try:
+        [(_, header)] = deserialize(save({"": torch.empty(0, dtype=dtype)}))
+    except (KeyError, RuntimeError, SafetensorError):
+        raise ValueError(
+            f"safetensors stores no {dtype}; keep its bits in a tensor of another dtype, such as"
+            " torch.uint8"
+        ) from None
+    return header["dtype"]
 
 
 def save_tensors(file: Path, tensors: dict[str, Tensor]) -> None:

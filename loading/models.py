@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loading.files import stored_type
 from loading.plain_files import error_prefix
 from loading.quantization import max_group
 from loading.weight_names import pieces, sources
@@ -36,14 +37,6 @@ from weights.linears import QuantizedLinear
 from weights.schemes import check_head
 
 DTYPES = ("BF16", "F16", "F32", "F64")  # stored types that weights can be read from
-PART_DTYPES = {
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float32: "F32",
-    torch.float8_e4m3fn: "F8_E4M3",
-}
 
 
 def expected_tensors(
@@ -51,7 +44,7 @@ def expected_tensors(
 ) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
     """Hugging Face name -> (shape, supported stored types) of every tensor that the model needs."""
     return {
-        source: (tuple(part.shape), DTYPES if is_plain(name) else (PART_DTYPES[part.dtype],))
+        source: (tuple(part.shape), DTYPES if is_plain(name) else (stored_type(part.dtype),))
         for name, parameter in model.named_parameters()
         for source, part in pieces(config, name, parameter)
     }

@@ -12,7 +12,7 @@ import torch
 from loading.config import text_part
 from loading.families import FAMILIES
 from loading.files import save_tensors, shard_name, write_atomically, write_index
-from loading.models import is_plain
+from loading.models import expected_tensors, is_plain
 from loading.quantization import QUICKDRAFT_CONFIG
 from loading.weight_names import pieces
 from model import Transformer
@@ -31,6 +31,7 @@ def save_model(model: Transformer, checkpoint_dir: str | Path, hf: dict) -> None
     """
     linears.check_unpacked(model, "saved")
     quantization_entry(model)
+    expected_tensors(model.config, model)  # refuses dtypes that no file can hold
     folder = Path(checkpoint_dir)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").unlink(missing_ok=True)

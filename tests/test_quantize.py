@@ -13,6 +13,7 @@ import sys
 import types
 
 import pytest
+import safetensors.torch as safetensors_types
 import torch
 from conftest import ROOT, config_json
 from steps import token_records
@@ -21,15 +22,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cli.main as program
 import cli.quantize as quantize_command
 import cli.quantized_folder as quantized_folder
+import loading.models as load_models
 import weights.schemes as schemes
 from benchmarks.tables import bits_per_weight
 from cli.flags import parse_args
+from cli.options import QuantizeOptions
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
 from generate import generate
 from loading.checkpoint import load_config, load_model
+from loading.files import stored_type
 from loading.models import random_model
+from loading.quantization import QUICKDRAFT_CONFIG
 from loading.saving import save_model
 from loading.target import load_target
 from loading.tokenizer import load_tokenizer
@@ -1264,3 +1269,139 @@ def test_a_plain_weights_dtype_changes_no_code(dtype, text_folder, tmp_path):
     got = load_model(tmp_path / "q", dtype=getattr(torch, dtype), pack=False)
     want = load_model(text_folder, dtype=getattr(torch, dtype), quantize="int8", pack=False)
     assert all(torch.equal(*pair) for pair in zip(got.parameters(), want.parameters(), strict=True))
+
+
+# --------------------------------------------------------------------------- formats of one's own
+
+
+class Mirrored:
+    """Codes with the other sign."""
+
+    scope = "rows"
+
+    def quantize(self, w):
+        return super().quantize(-w)
+
+    def dequantize(self, parts):
+        return -super().dequantize(parts)
+
+
+class MirroredInt8(Mirrored, formats.Int8):
+    pass
+
+
+class MirroredFp8(Mirrored, formats.Fp8):
+    pass
+
+
+FORKED = {
+    "int8": MirroredInt8(8),
+    "fp8": MirroredFp8(8),
+    "e5m2": formats.Fp8(8, code_dtype=torch.float8_e5m2, max_code=57344),
+    "int16": formats.Symmetric(16, code_dtype=torch.int16, max_code=32767),
+    "groups": formats.Symmetric(8, 32),
+    "mxfp8": type("MirroredMx", (Mirrored, formats.Mx), {})(
+        8, 32, mantissa=3, bias=7, max_element=448.0
+    ),
+    "int4": type("MirroredInt4", (Mirrored, formats.Int4), {})(4, 32),
+}
+
+
+@pytest.mark.parametrize("name", FORKED)
+def test_a_format_of_ones_own_is_read_as_it_was_written(name, text_folder, tmp_path, monkeypatch):
+    """By its own methods, from both programs that write it, and no other program is told that it
+    could read the folder. The oracle is the format itself."""
+    format = FORKED[name]
+    monkeypatch.setitem(FORMATS, "forked", format)
+    monkeypatch.setattr("cli.options.check_scheme", lambda scheme: None)
+    plain = load_model(text_folder, dtype=torch.float32)
+    model = load_model(text_folder, dtype=torch.float32, quantize="forked", pack=False)
+    save_model(model, tmp_path / "saved", config_json(text_folder))
+    options = QuantizeOptions(
+        checkpoint=str(text_folder),
+        output=str(tmp_path / "written"),
+        adapter=None,
+        scheme="forked",
+        method="rtn",
+        head_scheme=None,
+        dtype=None,
+        calibration=None,
+        samples=1,
+        context=None,
+        device="cpu",
+    )
+    quantized_folder.run(options)
+    expected = {
+        linear_name: format.dequantize(format.quantize(linear.weight.float()))
+        for linear_name, linear in named_linears(plain)
+        if linear_name != "lm_head"
+    }
+    for folder in (tmp_path / "saved", tmp_path / "written"):
+        assert config_json(folder)["quantization_config"] == QUICKDRAFT_CONFIG
+        loaded = load_model(folder, dtype=torch.float32, pack=False)
+        for linear_name, weight in expected.items():
+            assert torch.equal(loaded.get_submodule(linear_name).dequantized(torch.float32), weight)
+
+
+@pytest.mark.parametrize("name", FORKED)
+def test_a_product_for_a_gpu_reads_a_format_of_ones_own_by_its_methods(name, monkeypatch):
+    """Its lines run on a CPU too: one row, and several."""
+    monkeypatch.setitem(FORMATS, "forked", FORKED[name])
+    w = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
+    plain = torch.nn.Linear(64, 48, bias=False)
+    plain.weight.data.copy_(w)
+    linear = QuantizedLinear.from_float(plain, "forked")
+    for rows in (1, 3):
+        x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
+        expected = x @ linear.dequantized(torch.float32).T
+        torch.testing.assert_close(linear.fused_part(x, slice(None)), expected)
+
+
+# What the library's reader knows, and a type that its writer and its core have too.
+STORED_TYPES = safetensors_types._TYPES | {"F8_E8M0": torch.float8_e8m0fnu}
+
+
+class InDtype(Format):
+    """Signs and zeros as numbers of any dtype that are 1 or more."""
+
+    dtype = torch.int8
+
+    def shapes(self, rows, columns):
+        return {"codes": ((rows, columns), self.dtype), "scale": ((rows,), torch.float32)}
+
+    def quantize(self, w):
+        codes = torch.where(w > 0, 2.0, 1.0)
+        return {"codes": codes.to(self.dtype), "scale": w.abs().mean(1)}
+
+    def dequantize(self, parts):
+        return parts["codes"].to(torch.float32) * parts["scale"][:, None]
+
+
+@pytest.mark.parametrize("name", [name for name in STORED_TYPES if name != "C64"])
+def test_parts_of_every_dtype_that_safetensors_writes_are_read(
+    name, text_folder, tmp_path, monkeypatch
+):
+    dtype = STORED_TYPES[name]
+    assert stored_type(dtype) == name
+    monkeypatch.setitem(FORMATS, "own", type("Own", (InDtype,), {"dtype": dtype})(8))
+    model = load_model(text_folder, dtype=torch.float32, quantize="own", pack=False)
+    save_model(model, tmp_path, config_json(text_folder))
+    loaded = load_model(tmp_path, dtype=torch.float32, pack=False)
+    for name, linear in named_linears(model):
+        if isinstance(linear, QuantizedLinear):
+            other = loaded.get_submodule(name)
+            assert other.codes.dtype == dtype
+            assert torch.equal(other.dequantized(torch.float32), linear.dequantized(torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint4, torch.int2, torch.complex128], ids=str)
+def test_parts_that_no_file_holds_are_refused_before_anything_is_deleted(
+    dtype, text_folder, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(FORMATS, "own", type("Own", (InDtype,), {"dtype": dtype})(8))
+    with torch.device("meta"):
+        model = load_models.empty_model(load_config(text_folder), torch.float32, "own")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"safetensors stores no {dtype}; keep its bits"):
+        save_model(model, tmp_path, config_json(text_folder))
+    assert (tmp_path / "config.json").exists()

@@ -22,16 +22,6 @@ from weights.formats import release_memory
 # Up to this many rows gather the chosen experts' weights; more rows are grouped by expert.
 MAX_GATHERED_ROWS = 16
 
-# Formats whose codes a kernel can read for the chosen experts. Compared by exact type, because a
-# subclass may give codes or scales another meaning; it falls back to dequantized weights.
-WORD_FORMATS = (formats.Int4, formats.Mx)
-READ_FORMATS = (
-    *WORD_FORMATS,
-    formats.Symmetric,
-    formats.Int8,
-    formats.Fp8,
-)
-
 LIBRARY.define("experts(Tensor x, Tensor logits, Tensor handle) -> Tensor")
 
 
@@ -81,8 +71,8 @@ class Stack(nn.Module):
         self.out_features = first.out_features * len(linears)
         self.scheme = getattr(first, "scheme", None)
         self.format = formats.FORMATS.get(self.scheme)
-        self.uses_words = type(self.format) in WORD_FORMATS
-        self.reads_codes = type(self.format) in READ_FORMATS
+        self.uses_words = type(self.format) in formats.WORD_FORMATS
+        self.reads_codes = self.uses_words or type(self.format) in formats.SYMMETRIC_FORMATS
         if any(getattr(linear, "scheme", None) != self.scheme for linear in linears):
             reason = "on a GPU all of them need the same"
             raise ValueError(f"experts of a layer are stored in several formats; {reason}")

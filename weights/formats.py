@@ -105,6 +105,9 @@ class Format:
     bits: int
     group: int = 0
     ragged: bool = field(default=False, kw_only=True)  # may a row end inside a group?
+    # Does compressed-tensors store the same codes and scales? Stated for each instance, because a
+    # subclass may give them another meaning.
+    is_portable: bool = field(default=False, kw_only=True)
     # The smallest piece of a matrix that `quantize` can work on by itself:
     #   "groups"   full groups of a row
     #   "row_max"  any part of a row, given the row's largest |weight| as a second argument
@@ -385,15 +388,19 @@ class NvFp4(Mx):
 
 
 FORMATS: dict[str, Format] = {  # of SCHEMES, then of STORED_SCHEMES
-    "int8": Int8(8),
+    "int8": Int8(8, is_portable=True),
     "int4-g32": Int4(4, 32),
     "int4-g64": Int4(4, 64),
     "int4-g128": Int4(4, 128),
-    "fp8": Fp8(8),
+    "fp8": Fp8(8, is_portable=True),
     "mxfp8": Mx(8, 32, mantissa=3, bias=7, max_element=448.0),  # E4M3
     "mxfp6": Mx(6, 32, mantissa=3, bias=1, max_element=7.5),  # E2M3
     "mxfp4": Mx(4, 32, mantissa=1, bias=1, max_element=6.0),  # E2M1
 }
+# Formats whose codes and scales kernels read as their classes here define them. Compared by exact
+# type, because a subclass may give them another meaning; its weights are dequantized by itself.
+SYMMETRIC_FORMATS = (Symmetric, Int8, Fp8)
+WORD_FORMATS = (Int4, Mx)  # packed codes, which a GPU reads as 32-bit words
 FORMATS |= {
     f"{name}-float32": replace(FORMATS[name], scale_dtype=torch.float32) for name in FLOAT32_SCHEMES
 }

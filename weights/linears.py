@@ -256,7 +256,7 @@ class QuantizedLinear(RowsLinear):
         from weights import gpu
 
         parts = {name: part[outputs] for name, part in self.parts().items()}
-        if not isinstance(self.format, formats.Symmetric) or self.format.group:
+        if type(self.format) not in formats.SYMMETRIC_FORMATS or self.format.group:
             return gpu.row_sums(self.format.dequantize(parts), x)
         codes = self.format.elements(parts["codes"])
         scale = parts["scale"].float()
