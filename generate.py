@@ -63,22 +63,25 @@ def decode(
     stop_ids = frozenset(stop_ids)
     validation.check_lengths(model, [prompt], [max_new_tokens], model.config.max_seq_length)
     validation.check_settings(model, sampling, seed, stop_ids)
+    from decoding.runner import ModelRunner
+
     device = model.norm.weight.device
     max_length = len(prompt) + max_new_tokens
-    caches = model.make_caches(1, max_length, cache_type)
+    # The caches, and the shapes of passes that round as the engine's do.
+    runner = ModelRunner(model, 1, max_length, cache_type=cache_type)
     seeds = torch.tensor([seed], device=device)  # (1,)
     text = torch.tensor([prompt], device=device)  # (1, S) all tokens so far
-    # Positions (T,) to run: first the prompt's, then that of the newest token.
-    pos = torch.arange(len(prompt), device=device)
+    h = runner.prefill(text, 0, len(prompt))  # (1, T, D)
     for length in range(len(prompt), max_length):
-        h = model.hidden(text[:, pos], pos, caches.slice_to(length))  # (1, T, D)
+        pos = torch.tensor([length - 1], device=device)  # (1,) of the newest token
+        if length > len(prompt):
+            h = model.hidden(text[:, pos], pos, runner.slice_to(length))  # (1, 1, D)
         logits = model.head(h[:, -1])  # (1, V)
         logits = penalize_text(logits, text, len(prompt), sampling)  # (1, V)
         if logits_processor is not None:
-            logits = process(logits_processor, logits[:, None], text, pos[None, -1:])[:, 0]
-        pos = pos[-1:] + 1  # (1,)
+            logits = process(logits_processor, logits[:, None], text, pos[None])[:, 0]  # (1, V)
         # The random number is a hash of the seed and the token's position, without a generator.
-        token = sampling.sample(logits, uniform(seeds, pos))  # (1,)
+        token = sampling.sample(logits, uniform(seeds, pos + 1))  # (1,)
         if token.item() == INVALID:
             raise ValueError(f"position {length}: the model's logits are not finite")
         yield token.item()

@@ -27,7 +27,7 @@ from decoding.costs import Costs, costs_at
 from decoding.logits import top_logprobs
 from decoding.options import EngineOptions
 from decoding.readback import Readback, StepResult, seconds_between, step_times, timestamp
-from decoding.runner import ModelRunner, Rows, clear_positions, copy_positions
+from decoding.runner import PREFILL_CHUNK, ModelRunner, Rows, clear_positions, copy_positions
 from decoding.sampling import Sampling, sample
 from decoding.scheduler import Request, Scheduler, Slot
 from decoding.state import MAX_STOP_IDS, State
@@ -39,9 +39,6 @@ from tp import lost_contact, ranks_of
 from weights.compiling import compile_options, recompile_options
 from weights.walker import batch_invariant_rows
 
-PREFILL_CHUNK = 512  # tokens of a prompt per pass; bounds the memory of activations
-# By device type. On a GPU each pass unpacks all quantized weights to 16 bits first.
-PREFILL_CHUNKS = {"cuda": 2048}
 # The least that a prefill chunk costs, in tokens: reading the weights dominates a shorter one. By
 # device type; other devices take the default in `prefill`.
 PREFILL_COST = {"cpu": 16}
@@ -177,13 +174,13 @@ class Engine:
                 f"speculate_k = {self.speculate_k}: this draft has at most {limit} tokens a round"
             )
         self.max_k = max(self.ks, default=0)
-        self.chunk = PREFILL_CHUNKS.get(self.device.type, PREFILL_CHUNK)
         # Of steps that `warm_up` compiles and `calibrate` measures. Others compile when needed, and
         # their costs are taken to lie between, in proportion.
         self.row_counts = sorted({1, batch_size})
         validation.check_logprobs(options.logprobs, model.config.vocab_size)
         self.maybe_compile = StepCompiler(self.device, self.compile)
         self._make_caches()
+        self.chunk = self.runner.chunk
         self.runners = [self.runner]  # models with separate caches; prompts run through each
         self.drafter.owner = weakref.ref(self)  # a cycle would keep both until a collection
         self.drafter.setup(self.state, self.max_k, self.runner, self.maybe_compile)
@@ -213,7 +210,7 @@ class Engine:
         self.runner = ModelRunner(
             self.model,
             self.batch_size,
-            self.max_seq_length + self.max_k,
+            self.max_seq_length,
             slack=self.max_k + 1,
             compile=self.compile,
             compile_prompts=compile_prompts,
@@ -229,7 +226,6 @@ class Engine:
                 options,
                 self.model.config.vocab_size,
             )
-        self.runner.set_max_seq_length(self.max_seq_length)
         # Is greedy output bitwise equal regardless of the drafter and of what else is in the batch?
         num_rows = self.batch_size * (self.max_k + 1)
         has_invariant_rows = num_rows <= batch_invariant_rows(self.model)
@@ -432,7 +428,7 @@ class Engine:
         step = Step([(0, request)], self.rows(slot.index, slot.index + 1), end)
         state, target, _ = step.rows
         try:
-            h = target.prefill(state, request.num_computed, end, self.chunk)  # (1, T, D)
+            h = target.prefill(state.tokens, request.num_computed, end, self.chunk)  # (1, T, D)
             self.prefill_draft(slot, end)
             self.record_prompt(request, h)
             request.num_computed = end
@@ -459,7 +455,7 @@ class Engine:
         draft_end = min(end, self.drafter.max_positions)
         if slot.num_draft < draft_end:
             state, _, drafter = self.rows(slot.index, slot.index + 1)
-            drafter.runner.prefill(state, slot.num_draft, draft_end, self.chunk)
+            drafter.runner.prefill(state.tokens, slot.num_draft, draft_end, self.chunk)
         slot.num_draft = max(slot.num_draft, end)
 
     def lacks_positions(self, requests: list[Request]) -> bool:

@@ -21,13 +21,18 @@ from model import Caches, KVCache, Transformer
 from weights.compiling import mark_dynamic
 
 MASK_MULTIPLE = 8  # keys, at which a row of a mask begins for a GPU's attention kernel
+PREFILL_CHUNK = 512  # tokens of a prompt per pass; bounds the memory of activations
+# By device type. On a GPU each pass unpacks all quantized weights to 16 bits first.
+PREFILL_CHUNKS = {"cuda": 2048}
 
 
 class ModelRunner:
-    """A model with its own caches of B rows and S positions, or on `layers` of another's caches.
+    """A model with its own caches of B rows, or on `layers` of another's caches: the shapes in
+    which prompts and steps run, an engine's and generate.decode's.
 
-    The caches have `slack` extra positions, a scratch area for parked rows that no query sees. At
-    least one is needed: a step over the full length of a cache would specialize and recompile.
+    Texts have up to max_seq_length positions. The caches have S, at which a query's bits are those
+    of every other pass, and `slack` extra ones, a scratch area for parked rows that no query sees.
+    At least one is needed: a step over the full length of a cache would specialize and recompile.
     `compile_prompts` compiles prefill; None runs it eagerly. `cache_type`: see make_caches.
     """
 
@@ -35,9 +40,9 @@ class ModelRunner:
         self,
         model: Transformer,
         B: int,
-        S: int,
-        slack: int,
-        compile: bool,
+        max_seq_length: int,
+        slack: int = 1,
+        compile: bool = False,
         compile_prompts: Callable | None = None,
         layers: Sequence[nn.Module] | None = None,
         cache_type: type[KVCache] = KVCache,
@@ -52,6 +57,8 @@ class ModelRunner:
         E = model.config.head_dim
         weight = model.norm.weight
         self.device = weight.device
+        self.chunk = PREFILL_CHUNKS.get(self.device.type, PREFILL_CHUNK)
+        S = max_seq_length + slack - 1  # a round may run past the end of a text
         # Each bucket of attended lengths then has its own graph.
         self.uses_cuda_graphs = compile and self.device.type == "cuda"
         # Beyond MIN_KEYS there are several lengths to split: see there.
@@ -60,21 +67,24 @@ class ModelRunner:
         multiples = invariant_multiples(kernel, B, H, G, E, weight)
         self.attends_alike = multiples is not None  # does a query have the same bits in every pass?
         row_multiple, self.length_multiple = multiples or (1, CHUNK if is_split else 16)
-        self.S = round_up_length(S, self.length_multiple)
+        # The last chunk of a prompt has room for its padding, whatever S is.
+        num_full = (S - 1) // self.chunk * self.chunk
+        padded_end = num_full + padded_length(S - num_full)
+        self.S = round_up_length(padded_end, self.length_multiple)
         caches = model.make_caches(B if layers is None else 0, self.S + slack, cache_type)
         if layers is not None:
             caches = caches._replace(layers=tuple(layers))
         attend = split_attend if is_split else None
-        self.caches = caches._replace(row_multiple=row_multiple, key_block=KEY_BLOCK, attend=attend)
+        self.caches = caches._replace(
+            row_multiple=row_multiple,
+            key_block=KEY_BLOCK,
+            max_seq_length=max_seq_length,
+            attend=attend,
+        )
         if self.uses_cuda_graphs:
             mask_length = math.ceil((self.S + slack) / MASK_MULTIPLE) * MASK_MULTIPLE
             self.caches = self.caches._replace(mask_length=mask_length)
         self.hidden = model.hidden if compile_prompts is None else compile_prompts(model.hidden)
-
-    def set_max_seq_length(self, max_seq_length: int) -> None:
-        """Let longrope choose its factors for texts of up to this length, which is less than the
-        caches hold."""
-        self.caches = self.caches._replace(max_seq_length=max_seq_length)
 
     def for_draft(
         self, model: Transformer, on_layers: Sequence[int] | None = None, num_scratch: int = 0
@@ -84,13 +94,16 @@ class ModelRunner:
         caches get that many extra positions for live rows, and again that many of `slack` for
         parked rows."""
         layers = None if on_layers is None else [self.caches.layers[i] for i in on_layers]
-        S = self.S + num_scratch
-        slack = self.slack + num_scratch
-        runner = ModelRunner(
-            model, self.B, S, slack, self.compile, self.compile_prompts, layers, self.cache_type
+        return ModelRunner(
+            model,
+            self.B,
+            self.caches.max_seq_length,
+            self.slack + num_scratch,
+            self.compile,
+            self.compile_prompts,
+            layers,
+            self.cache_type,
         )
-        runner.set_max_seq_length(self.caches.max_seq_length)
-        return runner
 
     def row_view(self, begin: int, end: int) -> "ModelRunner":
         """The runner of rows [begin, end)."""
@@ -112,28 +125,31 @@ class ModelRunner:
             mark_dynamic(caches.key_pos, 0)
         return caches
 
-    def inputs(self, state: State, begin: int, end: int) -> tuple[Tensor, Tensor, Caches]:
-        """(tokens (B, T), pos (T,), caches) of positions [begin, end), the arguments of
-        `hidden`."""
-        # A draft's vocabulary may be smaller than its target's.
-        tokens = state.tokens[:, begin:end].clamp(max=self.model.config.vocab_size - 1)
+    def inputs(self, tokens: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor, Caches]:
+        """(tokens (B, T), pos (T,), caches) of positions [begin, end), the arguments of `hidden`.
+        Beyond tokens (B, S) the last one is repeated."""
         pos = torch.arange(begin, end, device=self.device)
+        tokens = tokens[:, pos.clamp(max=tokens.size(1) - 1)]
+        # A draft's vocabulary may be smaller than its target's.
+        tokens = tokens.clamp(max=self.model.config.vocab_size - 1)
         if self.compile_prompts:
             mark_dynamic(tokens, 1)
             mark_dynamic(pos, 0)
         return tokens, pos, self.slice_to(end)
 
-    def prefill(self, state: State, begin: int, end: int, chunk: int) -> Tensor:
-        """Run positions [begin, end) of a prompt in chunks; the hidden states (B, T, D) of the last
-        chunk.
+    def prefill(self, tokens: Tensor, begin: int, end: int, chunk: int | None = None) -> Tensor:
+        """Run positions [begin, end) of prompts tokens (B, S) in chunks of `chunk`, by default of
+        `self.chunk`; the hidden states (B, T, D) of the last chunk.
 
-        A chunk is padded on the right. Decoding overwrites the padding's keys and values before any
-        query sees them.
+        A chunk is padded on the right with the last token: a token of which the model makes NaN
+        would spoil the caches. Decoding overwrites the padding's keys and values before any query
+        sees them.
         """
+        chunk = chunk or self.chunk
         for first in range(begin, end, chunk):
             num_tokens = min(chunk, end - first)
-            padded_end = min(first + padded_length(num_tokens), state.parked_pos)
-            h = self.hidden(*self.inputs(state, first, padded_end))  # (B, T, D)
+            padded_end = min(first + padded_length(num_tokens), self.S)
+            h = self.hidden(*self.inputs(tokens[:, :end], first, padded_end))  # (B, T, D)
         return h[:, :num_tokens]
 
 

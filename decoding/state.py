@@ -110,15 +110,12 @@ class State(nn.Module):
             fixed("token_probs", B, K + 1, 4, value=0.0)
 
     def fill(self, slot: int, request) -> None:
-        """Write a request (scheduler.Request) into a slot, which stays parked until `activate`.
-        Positions after the prompt hold its last token: padding runs through the model with it, and
-        a token of which the model makes NaN would spoil the slot's caches."""
+        """Write a request (scheduler.Request) into a slot, which stays parked until `activate`."""
         ids = request.prompt + request.tokens
-        padding = [ids[-1]] * (self.tokens.size(1) - len(ids))
+        self.tokens[slot, : len(ids)] = torch.tensor(ids)
         stop_ids = sorted(request.stop_ids)
         no_stop_ids = [-1] * (MAX_STOP_IDS - len(stop_ids))
         values = {
-            "tokens": torch.tensor(ids + padding),
             "stop_ids": torch.tensor(stop_ids + no_stop_ids),
             "prompt_length": len(request.prompt),
             "end": request.end,

@@ -67,7 +67,7 @@ def warm_up_prompts(engine) -> None:
     long = 2 if engine.runner.uses_cuda_graphs else min(engine.chunk, S)
     for runner, T in itertools.product(runners, sorted({2, long})):
         for begin in sorted({0, min(1, S - T), S - T}):
-            inputs = runner.inputs(rows.state, begin, begin + T)
+            inputs = runner.inputs(rows.state.tokens, begin, begin + T)
             runner.hidden(*inputs)
 
 

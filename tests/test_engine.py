@@ -12,7 +12,6 @@ import torch
 from test_generate import PROMPTS, SAMPLED, rows_of
 
 import cli.opening as opening
-import decoding.engine as engine_room
 import decoding.readback as timing
 import weights.compiling as compiling
 from cli.flags import parse_args
@@ -60,7 +59,7 @@ def compiled_engine(folder, batch_size: int, length: int, samplings=KINDS) -> En
 def test_nothing_compiles_after_warm_up(folder_of, batch_size, monkeypatch):
     """20 prompt lengths, every kind with changing values and all at once, full and partly filled
     batches, turns of a chat: a recompile raises."""
-    monkeypatch.setattr(engine_room, "PREFILL_CHUNK", 16)  # prompts of one chunk and of several
+    monkeypatch.setattr("decoding.runner.PREFILL_CHUNK", 16)  # prompts of one chunk and of several
     # a window of 9 and more than it filled
     engine = compiled_engine(folder_of("mistral-v0.1"), batch_size, 100)
     eager = load_model(folder_of("mistral-v0.1"), dtype=torch.float32)

@@ -1,14 +1,12 @@
 """generate.py: the loop against transformers and against itself alone."""
 
-import itertools
 import types
 
 import pytest
 import torch
-from conftest import FAMILIES, oracle
+from conftest import FAMILIES, changed_family, oracle
 from steps import token_records
 
-import decoding.engine as engine_room
 import decoding.readback as timing
 from decoding.engine import Engine
 from decoding.kv_8bit import Fp8Cache, Int8Cache
@@ -21,6 +19,8 @@ from generate import decode, generate, stream
 from loading.checkpoint import load_model
 from model import KVCache
 from speculative import ModelDraft, layer_subset
+from weights.formats import FORMATS
+from weights.walker import pack_model
 
 PROMPTS = [[5, 9, 17], [40, 3, 99, 12, 7, 61, 20], [88], [4, 4, 4, 4, 4]]
 SAMPLED = Sampling(1.1, top_k=50, top_p=0.95)
@@ -96,51 +96,81 @@ LOOP_SAMPLINGS = [
     Sampling(0, repetition_penalty=1.3, frequency_penalty=0.5),
     Sampling(0.9, min_p=0.02, presence_penalty=1.0, logit_bias=((7, 3.0), (40, -100.0))),
 ]
-LOOP_SCHEMES = (None, "int8", "int4-g32", "mxfp6")
-LOOP_CASES = [*itertools.product(LOOP_SCHEMES, (KVCache, Int8Cache, Fp8Cache), range(4))]
-FAST_LOOP_CASES = {
-    (None, KVCache, 0),
-    ("int8", KVCache, 1),
-    ("int4-g32", Int8Cache, 2),
-    ("mxfp6", Fp8Cache, 3),
-}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Those whose groups divide the tiny matrices.
+LOOP_SCHEMES = (None, *(name for name in FORMATS if FORMATS[name].group <= 32))
 
 
-@pytest.mark.parametrize(
-    "scheme, cache_type, sampling",
-    [
-        pytest.param(
-            scheme,
-            cache_type,
-            LOOP_SAMPLINGS[number],
-            id=f"{scheme}-{cache_type.__name__}-{number}",
-        )
-        if (scheme, cache_type, number) in FAST_LOOP_CASES
-        else pytest.param(
-            scheme,
-            cache_type,
-            LOOP_SAMPLINGS[number],
-            id=f"{scheme}-{cache_type.__name__}-{number}",
-            marks=pytest.mark.attack,
-        )
-        for scheme, cache_type, number in LOOP_CASES
-    ],
-)
+def loop_model(folder, dtype: torch.dtype, is_packed: bool, scheme: str | None = None):
+    model = load_model(folder, dtype=dtype, quantize=scheme)
+    return pack_model(model) if is_packed else model
+
+
+@pytest.mark.one_in(139)
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "plain"])
+@pytest.mark.parametrize("dtype", DTYPES[1:] + DTYPES[:1], ids=str)
+@pytest.mark.parametrize("cache_type", [KVCache, Int8Cache, Fp8Cache])
+@pytest.mark.parametrize("scheme", LOOP_SCHEMES)
 def test_the_plain_loop_and_the_engine_give_the_same_tokens(
-    scheme, cache_type, sampling, folder_of
+    scheme, cache_type, dtype, is_packed, folder_of
 ):
-    """For every sampling, cache and format, up to a stop id. Families: the test above."""
-    model = load_model(folder_of("llama-3"), dtype=torch.float32, quantize=scheme)
-    options = {"sampling": sampling, "max_new_tokens": 20, "seed": 5}
-    ids = [*decode(model, PROMPTS[1], cache_type=cache_type, **options)]
-    stop_id = next(id for id in ids[5:] if id not in ids[:5])
-    expected = ids[: ids.index(stop_id) + 1]
+    """For every format, cache and dtype, by several kinds of sampling, up to a stop id."""
+    model = loop_model(folder_of("llama-3"), dtype, is_packed, scheme)
     engine = Engine(model, 1, 40, cache_type=cache_type)
-    assert rows_of(model, PROMPTS[1:2], engine=engine, **options) == [ids]
-    assert [
-        *decode(model, PROMPTS[1], cache_type=cache_type, stop_ids={stop_id}, **options)
-    ] == expected
-    assert rows_of(model, PROMPTS[1:2], engine=engine, stop_ids={stop_id}, **options) == [expected]
+    for sampling in LOOP_SAMPLINGS[is_packed::2]:
+        options = {"sampling": sampling, "max_new_tokens": 20, "seed": 5}
+        ids = [*decode(model, PROMPTS[1], cache_type=cache_type, **options)]
+        assert rows_of(model, PROMPTS[1:2], engine=engine, **options) == [ids]
+        stop_id = next(id for id in ids[5:] if id not in ids[:5])
+        expected = ids[: ids.index(stop_id) + 1]
+        options["stop_ids"] = {stop_id}
+        assert [*decode(model, PROMPTS[1], cache_type=cache_type, **options)] == expected
+        assert rows_of(model, PROMPTS[1:2], engine=engine, **options) == [expected]
+
+
+@pytest.mark.one_in(83)
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "plain"])
+@pytest.mark.parametrize("dtype", DTYPES[1:] + DTYPES[:1], ids=str)
+@pytest.mark.parametrize("family", ["glm-4.5", *(name for name in FAMILIES if name != "glm-4.5")])
+def test_the_plain_loop_has_the_engines_text_for_every_family(family, dtype, is_packed, folder_of):
+    """Greedy texts of random models part at the first bit that differs: attention over other
+    lengths, or a prompt in another shape."""
+    model = loop_model(folder_of(family), dtype, is_packed)
+    for prompt in PROMPTS:
+        plain = [*decode(model, prompt, sampling=Sampling(0), max_new_tokens=30)]
+        assert rows_of(model, [prompt], max_new_tokens=30) == [plain]
+
+
+@pytest.mark.parametrize("num_slots", [1, 3])
+@pytest.mark.parametrize("chunk", [64, 512])
+def test_the_plain_loop_runs_prompts_in_the_engines_shapes(
+    chunk, num_slots, folder_of, monkeypatch
+):
+    """The last chunk is padded even where its end is the loop's, and not the engine's. Without
+    packed weights a product's bits follow its shape."""
+    monkeypatch.setattr("decoding.runner.PREFILL_CHUNK", chunk)
+    monkeypatch.setattr("decoding.runner.invariant_multiples", lambda *_: None)
+    with changed_family("glm-4.5", max_position_embeddings=400) as family:
+        model = load_model(folder_of(family), dtype=torch.bfloat16)
+    engine = Engine(model, num_slots, 400)
+    hidden = model.hidden
+    generator = torch.Generator().manual_seed(0)
+    shapes = []
+
+    def recording(tokens, pos, caches):
+        shapes.append((tokens.size(1), caches.key_pos.size(0)))
+        return hidden(tokens, pos, caches)
+
+    model.hidden = recording
+    engine.runner.hidden = recording
+    for length in (3, 65, 257):
+        prompt = torch.randint(3, 131, (length,), generator=generator).tolist()
+        plain = [*decode(model, prompt, sampling=Sampling(0), max_new_tokens=2)]
+        expected = [*shapes]
+        shapes.clear()
+        assert rows_of(model, [prompt], engine=engine, max_new_tokens=2) == [plain]
+        assert shapes == expected and expected[-1][0] == 1
+        shapes.clear()
 
 
 @pytest.mark.parametrize(
@@ -495,7 +525,7 @@ def test_prefill_in_chunks_equals_whole(folder_of, monkeypatch):
         for n in (23, 8, 16, 1)
     ]
     want = rows_of(model, prompts)
-    monkeypatch.setattr(engine_room, "PREFILL_CHUNK", 8)
+    monkeypatch.setattr("decoding.runner.PREFILL_CHUNK", 8)
     assert rows_of(model, prompts) == want
 
 

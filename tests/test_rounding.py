@@ -605,7 +605,7 @@ def test_a_kept_conversation_is_a_fresh_one(k, quantize):
 @pytest.mark.parametrize("length", [110, 330])
 @pytest.mark.parametrize("quantize", [None, "int8", "int4-g32"])
 @pytest.mark.attack
-def test_prompts_in_chunks_are_prompts_in_one_pass(length, quantize, monkeypatch):
+def test_prompts_in_chunks_are_prompts_in_one_pass(length, quantize):
     """Products of any number of rows round alike, so pieces of a prompt may be of any length."""
     model = demo(quantize)
     assert batch_invariant_rows(model) >= 2 * length
@@ -613,7 +613,7 @@ def test_prompts_in_chunks_are_prompts_in_one_pass(length, quantize, monkeypatch
     prompts = [ids[0].tolist(), ids[1, : length - 40].tolist()]
     whole, cut = Engine(model, 2, 400), Engine(model, 2, 400)
     text = texts(whole, prompts, 40)
-    monkeypatch.setattr(engines, "PREFILL_CHUNK", 64)
+    cut.chunk = 64
     assert texts(cut, prompts, 40) == text
     assert same_held(whole, cut, length - 40 + 39)
 

@@ -406,7 +406,7 @@ def test_an_echoed_prompt_runs_once_in_chunks_while_others_decode(
 ):
     """In chunks of 16 here: log-probabilities are those of one pass, whatever a slot has stored;
     four answers cost one prompt; and a client that decodes is not in the way."""
-    monkeypatch.setattr(engine_room, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr("decoding.runner.PREFILL_CHUNK", 16)
     monkeypatch.setattr(engine_room, "PROMPT_LOGITS", 7 * 2048)
     running = serving("--dtype", "float32", "--batch_size", "4", *draft)
     exact = load_model(DEMO, dtype=torch.float32)

@@ -45,7 +45,7 @@ class OneRow:
         state.sampling_path = text.sampling_path
         state.k, state.length = text.k, length + text.k
         if request.num_computed < length - 1:
-            target.prefill(state, request.num_computed, length - 1, engine.chunk)
+            target.prefill(state.tokens, request.num_computed, length - 1, engine.chunk)
             request.num_computed = length - 1
         engine.prefill_draft(request.slot, length - 1)
         drafter.expect([request], 0)

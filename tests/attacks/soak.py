@@ -190,7 +190,7 @@ def warm_lengths(engine: Engine) -> None:
     runners = [first.target] + ([first.drafter.runner] if len(engine.runners) > 1 else [])
     for n in sorted({padded_length(n) for n in range(1, CONTEXT + 1)}):
         for runner in runners:
-            runner.hidden(*runner.inputs(first.state, 0, min(n, CONTEXT)))
+            runner.hidden(*runner.inputs(first.state.tokens, 0, min(n, CONTEXT)))
 
 
 class Recorded(LLM):
