@@ -219,7 +219,11 @@ class KVCache(nn.Module):
     cache starts as zeros, because a masked NaN still makes 0 * NaN = NaN.
     """
 
-    shared: tuple[str, ...] = ()  # buffers that all rows and positions share
+    # Buffers (B, G, S, …) with a value for each position, which are cleared for a new text, copied
+    # to one that begins alike, and stored. Nobody else touches what other buffers hold.
+    by_position: tuple[str, ...] = ("k", "v")
+    shared: tuple[str, ...] = ()  # buffers that all rows share; of others a step gets its rows
+    parked_pos: int | None = None  # rows without a text write from here on; ModelRunner sets it
     # May a text that begins alike take over the first positions of a slot? Not from a cache that
     # drops them.
     keeps_prefixes = True
@@ -296,11 +300,7 @@ class KVCache(nn.Module):
     ) -> dict[str, Tensor]:
         """Positions [begin, end) of these rows by buffer name: views, or copies where rows are a
         list."""
-        return {
-            name: x[rows, :, begin:end]
-            for name, x in self.named_buffers()
-            if name not in self.shared
-        }
+        return {name: getattr(self, name)[rows, :, begin:end] for name in self.by_position}
 
 
 def row_view(module: nn.Module, begin: int, end: int) -> nn.Module:

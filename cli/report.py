@@ -78,8 +78,11 @@ def bytes_read(engine: Engine, timing: Timing) -> int:
     """Bytes that the steps after the prompt read, of target and draft: weights as held, keys and
     values attended."""
     weights = functools.cache(weight_bytes)
-    cache_type = engine.runner.cache_type
-    per_position = {model: position_bytes(model, cache_type) for model in engine.models}
+    per_position = {
+        runner.model: position_bytes(runner.model, runner.cache_type)
+        for runner in (engine.runner, engine.drafter.runner)
+        if runner is not None
+    }
 
     def cached(model: Transformer, positions: Sequence[int], ahead: int) -> int:
         return sum(attended_bytes(per_position[model], n + ahead) for n in positions)

@@ -216,6 +216,7 @@ class Engine:
             compile_prompts=compile_prompts,
             cache_type=cache_class(options.cache_type),
         )
+        self.runner.draft_cache_type = cache_class(options.cache_type_for_drafts())
         with torch.inference_mode(False):
             self.state = State(
                 self.batch_size,

@@ -188,6 +188,7 @@ class CodedCache(KVCache):
     """A KVCache of 8-bit codes, and a scale per head and position (B, G, S). In memory the values
     are (B, G, E, S), whose rows `attend_codes` multiplies."""
 
+    by_position = ("k", "v", "k_scale", "v_scale")
     code_dtype: torch.dtype
 
     def __init__(

@@ -26,6 +26,8 @@ class EngineOptions:
     logprobs            record the log-probabilities of each token and of the N most likely
                         ones; None: of none
     cache_type          one of CACHE_NAMES, or a class like model.KVCache
+    draft_cache_type    the same for a draft's own caches; None: cache_type if that is a name, and
+                        "model" next to a class, which may fit its model alone
     """
 
     compile: bool | None = False
@@ -36,6 +38,7 @@ class EngineOptions:
     logits_processor: Callable | None = None
     logprobs: int | None = None
     cache_type: str | type = "model"
+    draft_cache_type: str | type | None = None
 
     def __post_init__(self):
         k = self.speculate_k
@@ -49,8 +52,14 @@ class EngineOptions:
         num_logprobs = 0 if self.logprobs is None else self.logprobs
         if not (isinstance(num_logprobs, int) and num_logprobs >= 0):
             raise ValueError(f"logprobs = {num_logprobs!r} must be a number of tokens, from 0 on")
-        if isinstance(self.cache_type, str) and self.cache_type not in CACHE_NAMES:
-            raise ValueError(
-                f"cache_type = {self.cache_type!r} must be one of {', '.join(CACHE_NAMES)}, or a"
-                f" class"
-            )
+        for name in ("cache_type", "draft_cache_type"):
+            value = getattr(self, name)
+            if isinstance(value, str) and value not in CACHE_NAMES:
+                raise ValueError(
+                    f"{name} = {value!r} must be one of {', '.join(CACHE_NAMES)}, or a class"
+                )
+
+    def cache_type_for_drafts(self) -> str | type:
+        if self.draft_cache_type is not None:
+            return self.draft_cache_type
+        return self.cache_type if isinstance(self.cache_type, str) else "model"

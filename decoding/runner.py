@@ -36,6 +36,8 @@ class ModelRunner:
     `compile_prompts` compiles prefill; None runs it eagerly. `cache_type`: see make_caches.
     """
 
+    draft_cache_type: type[KVCache] = KVCache  # of a draft's own caches
+
     def __init__(
         self,
         model: Transformer,
@@ -72,6 +74,8 @@ class ModelRunner:
         padded_end = num_full + padded_length(S - num_full)
         self.S = round_up_length(padded_end, self.length_multiple)
         caches = model.make_caches(B if layers is None else 0, self.S + slack, cache_type)
+        for layer in caches.layers:
+            layer.parked_pos = self.S
         if layers is not None:
             caches = caches._replace(layers=tuple(layers))
         attend = split_attend if is_split else None
@@ -102,7 +106,7 @@ class ModelRunner:
             self.compile,
             self.compile_prompts,
             layers,
-            self.cache_type,
+            self.draft_cache_type if layers is None else self.cache_type,
         )
 
     def row_view(self, begin: int, end: int) -> "ModelRunner":
@@ -197,6 +201,6 @@ def copy_positions(
 
 
 def clear_positions(runners: Sequence[ModelRunner], slot: int, begin: int, end: int) -> None:
-    """Write zeros, because a masked NaN still makes 0 * NaN = NaN."""
+    """Write zeros over what each position has, because a masked NaN still makes 0 * NaN = NaN."""
     for x in slot_tensors(runners, slot, begin, end).values():
         x.zero_()

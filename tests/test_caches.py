@@ -29,6 +29,7 @@ from decoding.kv_8bit import (
     hadamard,
     quantize_and_attend,
 )
+from decoding.options import EngineOptions
 from decoding.runner import clear_positions
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
@@ -37,7 +38,7 @@ from exact.attention import Heads, attends_alike, invariant_multiples
 from exact.probes import cancelling
 from loading.checkpoint import load_model
 from loading.config import config_from_hf
-from model import AttentionMask, Caches, KVCache, Transformer
+from model import AttentionMask, Caches, KVCache, Transformer, attend, attention_mask
 from speculative import ModelDraft, layer_subset
 from weights.walker import pack_model
 
@@ -283,7 +284,8 @@ def test_drafted_greedy_text_is_plain_greedy_text(kind):
         )
         for name, make in drafters().items():
             k = 5 if rows == 3 else 15
-            engine = Engine(demo(), rows, 100, drafter=make(), speculate_k=k, cache_type=kind)
+            options = {"cache_type": kind, "draft_cache_type": kind}
+            engine = Engine(demo(), rows, 100, drafter=make(), speculate_k=k, **options)
             assert engine.identical
             assert rows_of(demo(), prompts[:rows], max_new_tokens=40, engine=engine) == plain, (
                 name,
@@ -510,7 +512,8 @@ def test_compiled_steps(kind):
 @pytest.mark.slow
 def test_sampling_is_lossless_on_its_own_caches():
     """A draft that is the target is always accepted only if both passes have the same bits."""
-    engine = Engine(demo(), 1, 160, drafter=ModelDraft(demo()), speculate_k=4, cache_type=Int8Cache)
+    options = {"cache_type": "int8", "speculate_k": 4}
+    engine = Engine(demo(), 1, 160, drafter=ModelDraft(demo()), **options)
     timing = Timing()
     rows_of(
         demo(),
@@ -521,6 +524,78 @@ def test_sampling_is_lossless_on_its_own_caches():
         timing=timing,
     )
     assert timing.steps <= 120 // 5 + 1
+
+
+# ----------------------------------------------------------------------------- a cache of one's own
+
+
+class Ring(KVCache):
+    """The last positions alone, for layers that all have a window, and where each of them stands;
+    the last place takes what rows without a text write."""
+
+    WINDOW = 9
+    LENGTH = 32  # at least a window, and what a pass writes ahead of it
+    keeps_prefixes = False
+
+    def __init__(self, B, G, S, E, dtype, device):
+        super().__init__(B, G, self.LENGTH + 1, E, dtype, device)
+        self.register_buffer("key_pos", torch.full((B, self.LENGTH + 1), -1), persistent=False)
+
+    def update(self, k, v, pos):
+        is_parked = pos >= self.parked_pos
+        place = torch.where(is_parked, self.LENGTH, pos % self.LENGTH)
+        self.write(place, k=k, v=v)
+        self.key_pos.scatter_(1, place, torch.where(is_parked, -1, pos))
+        self.pos = pos
+
+    def attend(self, q, visible, sinks=None):
+        B, H = q.shape[:2]
+        mask = attention_mask(self.pos, self.key_pos[:B], self.WINDOW)  # (B, 1, T, LENGTH + 1)
+        mask = mask & (self.key_pos[:B, None, None] >= 0)
+        bias = AttentionMask(mask, None).as_bias(H // self.k.size(1), 1, q.dtype).mask
+        return attend(q, self.k[:B], self.v[:B], bias, sinks)
+
+
+@pytest.mark.parametrize("drafter", [None, NgramDraft], ids=["plain", "drafted"])
+def test_a_ring_of_ones_own_keeps_what_it_remembers(drafter, folder_of):
+    """Seven texts in three slots, which are cleared in between: a place that is empty stays so, and
+    a row without a text writes to no other's place. The oracle is the whole cache."""
+    model = load_model(folder_of("mistral-v0.1"), dtype=torch.float32)
+    assert set(model.windows) == {Ring.WINDOW}
+    prompts = [*PROMPTS, *(prompt[:5] for prompt in reversed(PROMPTS[:3]))]
+    budgets = [70, 20, 45, 25, 35, 50, 30]
+    texts = []
+    for cache_type in (KVCache, Ring):
+        options = {"drafter": drafter and drafter(), "speculate_k": 3, "cache_type": cache_type}
+        engine = Engine(model, 3, 100, **options)
+        texts.append(rows_of(model, prompts, engine=engine, max_new_tokens=budgets))
+        assert {type(layer) for layer in engine.runner.caches.layers} == {cache_type}
+    assert texts[0] == texts[1]
+    assert engine.runner.caches.layers[0].parked_pos == engine.state.parked_pos >= 100
+
+
+def test_a_draft_has_a_class_of_caches_of_its_own(folder_of):
+    """A class fits the model that it was written for. A name holds for both, and so does a class
+    that is asked for."""
+    model = load_model(folder_of("mistral-v0.1"), dtype=torch.float32)
+    draft = load_model(folder_of("llama-3"), dtype=torch.float32)
+    cases = [
+        ({"cache_type": Ring}, KVCache),
+        ({"cache_type": "fp8"}, Fp8Cache),
+        ({"cache_type": Ring, "draft_cache_type": "int8"}, Int8Cache),
+        ({"cache_type": "fp8", "draft_cache_type": KVCache}, KVCache),
+    ]
+    for options, expected in cases:
+        engine = Engine(model, 1, 60, drafter=ModelDraft(draft), speculate_k=2, **options)
+        assert {type(layer) for layer in engine.drafter.runner.caches.layers} == {expected}
+    engine = Engine(model, 1, 60, drafter=ModelDraft(draft), speculate_k=2, cache_type=Ring)
+    plain = rows_of(model, PROMPTS[:1], max_new_tokens=40)
+    assert rows_of(model, PROMPTS[:1], engine=engine, max_new_tokens=40) == plain
+    shared = ModelDraft(layer_subset(model, [0, 2]), on_layers=[0, 2])
+    engine = Engine(model, 1, 60, drafter=shared, speculate_k=2, cache_type=Ring)
+    assert {type(layer) for layer in engine.drafter.runner.caches.layers} == {Ring}
+    with pytest.raises(ValueError, match="draft_cache_type = 'int9' must be one of"):
+        EngineOptions(draft_cache_type="int9")
 
 
 # ----------------------------------------------------------------------------------- what is kept

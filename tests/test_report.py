@@ -130,7 +130,8 @@ def test_without_a_round_there_is_no_speed_up_and_no_draft_pass():
     assert found["predicted_speedup"] is found["measured_speedup"] is found["alpha"] is None
     target, draft = tiny(0), tiny(1)
     drafter = PardDraft.__new__(PardDraft)  # one pass for any K but 0
-    runner = SimpleNamespace(cache_type=KVCache)
+    runner = SimpleNamespace(model=target, cache_type=KVCache)
+    drafter.runner = SimpleNamespace(model=draft, cache_type=KVCache)
     read = [
         bytes_read(SimpleNamespace(models=models, runner=runner, drafter=drafter), timing)
         for models in ([target], [target, draft])
