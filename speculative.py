@@ -31,6 +31,7 @@ from torch import Tensor, nn
 import decoding.sampling as sampling
 from decoding.costs import Costs
 from decoding.readback import NO_DRAFT, timestamp
+from decoding.runner import ModelRunner
 from decoding.sampling import (
     ACCEPT,
     DRAFT_DRAW,
@@ -226,10 +227,9 @@ def speculate(
     """
     end = len(prompt) + max_new_tokens
     text = Text(prompt, sampling, seed, k, end + k, target.norm.weight.device)
-    caches = target.make_caches(1, end + k)
+    runner = ModelRunner(target, 1, end, slack=k + 1)
     # The prompt decides the first token, as in `decode`.
-    pos = torch.arange(len(prompt), device=text.pos.device)  # (T,)
-    h = target.hidden(text.tokens[:, pos], pos, caches.slice_to(len(prompt)))  # (1, T, D)
+    h = runner.prefill(text.tokens, 0, len(prompt))  # (1, T, D)
     p = sampling.probs(target.head(h[:, -1:]))  # (1, 1, V)
     decided = draw(p, text.noise(text.pos[:, None] + 1))  # (1, 1)
     while True:
@@ -242,7 +242,7 @@ def speculate(
         draft_tokens, q = drafter.propose(text)  # (1, K), (1, K, V)
         tokens = torch.cat((text.last, draft_tokens), dim=1)  # (1, K + 1)
         pos = text.pos[:, None] + torch.arange(k + 1, device=text.pos.device)  # (1, K + 1)
-        p = sampling.probs(target(tokens, pos, caches.slice_to(text.length + k)))  # (1, K + 1, V)
+        p = sampling.probs(target(tokens, pos, runner.slice_to(text.length + k)))  # (1, K + 1, V)
         # ACCEPT n of them, and the token that follows.
         noise = (text.noise(pos[:, 1:], ACCEPT), text.noise(pos + 1))  # (1, K), (1, K + 1)
         n, token = accept(draft_tokens, q, p, noise=noise, block=True)  # (1,), (1,)

@@ -8,8 +8,11 @@ from test_speculative import PROMPTS, pair
 
 from decoding.engine import Engine
 from decoding.sampling import Sampling
+from drafts.ngram import NgramDraft
 from generate import decode
+from loading.checkpoint import load_model
 from speculative import accept, speculate
+from weights.walker import pack_model
 
 SAMPLINGS = {
     "greedy": Sampling(0),
@@ -92,3 +95,15 @@ def test_an_engine_gives_its_tokens(kind, path, block, k, monkeypatch):
     tokens = tokens_of_both(PROMPTS[0], max_new_tokens=40)
     assert tokens_of_both(PROMPTS[0], max_new_tokens=40, stop_ids=tokens[7:8])[-1] == tokens[7]
     tokens_of_both(PROMPTS[3], max_new_tokens=S - len(PROMPTS[3]))
+
+
+@pytest.mark.parametrize("family", ["glm-4.5", pytest.param("gpt-oss", marks=pytest.mark.slow)])
+def test_its_text_is_the_plain_loops_in_16_bits(family, folder_of):
+    """Attention over other lengths, or a prompt in another shape, parts the greedy texts of random
+    models."""
+    target = pack_model(load_model(folder_of(family), dtype=torch.bfloat16))
+    for prompt in ([5, 9, 17], [40, 3, 99, 12, 7, 61, 20]):
+        drafter = OneRow(target, NgramDraft(1), prompt, 3, 60)
+        options = {"sampling": Sampling(0), "max_new_tokens": 40}
+        tokens = [*speculate(target, drafter, prompt, k=3, **options)]
+        assert tokens == [*decode(target, prompt, **options)]
