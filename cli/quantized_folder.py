@@ -207,7 +207,8 @@ def run_block(model: Transformer, number: int, states: list[Tensor]) -> list[Ten
     """The outputs of layer `number` for its inputs (B, T, D)."""
     if not states:
         return []
-    pos = torch.arange(states[0].size(1), device=states[0].device)[None]  # (1, T)
-    rope = model.rope.by_type(pos)[model.rope_types[number]]
+    T = states[0].size(1)
+    pos = torch.arange(T, device=states[0].device)[None]  # (1, T)
+    rope = model.rope.by_type(pos, T)[model.rope_types[number]]
     visible = model.visible_by_window(pos, None, states[0].dtype)[model.windows[number]]
     return [model.layers[number](x, pos, rope, visible, None) for x in states]
