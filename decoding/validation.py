@@ -18,7 +18,7 @@ project file.
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from operator import index
 
 # The names in chat_template_kwargs that this project sets itself.
@@ -121,7 +121,7 @@ def check_logprobs(num_logprobs: int | None, vocab_size: int) -> None:
 
 
 def check_count(name: str, value: object, minimum: int) -> None:
-    if not isinstance(value, int):
+    if not isinstance(value, Integral):
         raise ValueError(f"{name} = {value!r:.99} must be a whole number")
     if value < minimum:
         raise ValueError(f"{name} = {value} must be at least {minimum}")
