@@ -468,7 +468,6 @@ class LLM:
         self,
         answers: Iterable[Answer | None],
         interrupts: Collection = (),
-        after_step: Callable | None = None,
     ) -> Iterator[Answer]:
         """Decode answers, as many at a time as the engine has slots, and yield each as it ends; if
         one fails, its request has an `error`. A None from `answers` means that the next answer is
@@ -494,8 +493,6 @@ class LLM:
                         self.feed()
                 finished = [answer for answer in started if answer.is_finished]
                 started = [answer for answer in started if not answer.is_finished]
-                if after_step is not None:
-                    after_step()
                 yield from finished
         finally:
             for answer in started:

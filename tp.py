@@ -254,24 +254,6 @@ class Ranks:
     host: str | None = None  # the group of `broadcast_object`, which may wait for a person to type
     timeout_s: float | None = None
 
-    def replica(self, size: int) -> "Ranks":
-        """This rank among the `size` neighbours that hold one model together. All ranks must call
-        it, and `size` must divide their number."""
-        if size == self.world:
-            return self
-        if size == 1:
-            return ALONE
-        replica = self
-        timeout = datetime.timedelta(seconds=self.timeout_s)
-        for begin in range(0, self.world, size):
-            members = list(range(begin, begin + size))
-            group = dist.new_group(members, timeout)
-            host = dist.new_group(members, HOST_TIMEOUT, "gloo")
-            if self.rank in members:
-                names = (group.group_name, host.group_name)
-                replica = Ranks(self.rank - begin, size, *names, self.timeout_s)
-        return replica
-
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x."""
         return self._reduce(x, "sum")

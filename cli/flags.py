@@ -280,13 +280,6 @@ def parser() -> argparse.ArgumentParser:
         help="divide --draft_checkpoint over the ranks too; default: every rank holds all of it",
     )
     add(
-        "--tp",
-        type=positive,
-        metavar="N",
-        help="ranks of one replica of the model; replicas share"
-        " the lines of --prompt_file; default: all ranks",
-    )
-    add(
         "--timeout",
         type=float,
         default=600,

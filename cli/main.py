@@ -19,7 +19,7 @@ import torch
 from cli.answers import RowAnswer
 from cli.chat import chat
 from cli.errors import defer_interrupts, exit_on_error, silent, use_threads
-from cli.exits import print_broken, print_status
+from cli.exits import print_broken
 from cli.flags import parse_args, with_chosen_seed
 from cli.opening import Workload, open_llm
 from cli.options import Options
@@ -28,9 +28,7 @@ from cli.page import write_report
 from cli.pipe import is_open_pipe, piped_answers
 from cli.prompt_cache import PromptCache
 from cli.prompts import Encoder, read_prompts
-from cli.replicas import Replicas
 from cli.report import report
-from loading.checkpoint import Checkpoint
 from loading.files import write_atomically
 from loading.target import pick_device
 from tp import Ranks, join, local_device
@@ -64,11 +62,9 @@ def main(options: Options | None = None) -> None:
         with job.cache.around(job.llm.engine, job.prefixes), profiled(profile):
             if options.prompts.interactive:
                 chat(job.llm, options)
-            with job.output as output:
-                with defer_interrupts() as interrupts:
-                    for answer in job.llm.run(job.answers(), interrupts, output.poll):
-                        output.add(answer)
-                output.wait_for_others(len(job.rows))
+            with job.output as output, defer_interrupts() as interrupts:
+                for answer in job.llm.run(job.answers(), interrupts):
+                    output.add(answer)
         job.report()
         # No rank may end before the others by its exit status.
         if everyone.broadcast_object(job.has_errors()):
@@ -83,47 +79,39 @@ class Job:
 
     def __init__(self, options: Options, device: torch.device, everyone: Ranks):
         self.options = options
-        ranks = everyone.replica(options.run.tp or everyone.world)
-        self.replicas = Replicas(everyone, ranks)
+        self.is_root = everyone.rank == 0
         self.piped = is_open_pipe(options.prompts.file)
         prompts = []
         self.broken = []
         file = None
-        if self.replicas.is_root:
+        if self.is_root:
             file = ResultFile(options.output.file) if options.output.file else None
             if not options.prompts.interactive and not self.piped:
                 prompts, self.broken = read_prompts(options.prompts)
         prompts, self.broken = everyone.broadcast_object((prompts, self.broken))
         self.answered = everyone.broadcast_object(file.answered if file else {})
         print_broken(self.broken, prompts)
-        if self.replicas.count > 1 and not options.model.random_weights:
-            # Several replicas compare their files here; the ranks of one do so while loading.
-            everyone.check_same(Checkpoint(options.model.checkpoint).fingerprints)
         self.cache = PromptCache(options)
-        workload = Workload(prompts, None, self.piped, self.answered, self.replicas.count)
-        self.llm, self.rows, self.refused = open_llm(options, workload, device, ranks)
+        workload = Workload(prompts, None, self.piped, self.answered)
+        self.llm, self.rows, self.refused = open_llm(options, workload, device, everyone)
         self.prefixes = [row.ids for row in self.rows]  # of the prompts, for the cache's file
-        self.output = Output(self.llm, self.rows, options, self.replicas, file, self.piped)
+        self.output = Output(self.llm, self.rows, options, file, self.piped)
 
     def answers(self) -> Iterator[RowAnswer | None]:
-        """New answers for the rows of this replica, or for the lines of a pipe as they come."""
+        """New answers for the rows, or for the lines of a pipe as they come."""
         output = self.output
         if self.piped:
             engine = self.llm.engine
             limit = engine.max_seq_length
             encoder = Encoder(self.options, self.llm.tokenizer, engine.model, limit)
             return piped_answers(encoder, output, self.answered, self.prefixes)
-        numbers = self.replicas.numbers(len(self.rows))
-        return (output.answer(self.rows[number], number) for number in numbers)
+        return (output.answer(row, number) for number, row in enumerate(self.rows))
 
     def report(self) -> None:
         output = self.output
         if output.answers:
             report(output.timings(), self.llm.engine)
-        if self.replicas.count > 1:
-            count = self.replicas.count
-            print_status(f"the first of {count} replicas; all together {output.rate()}")
-        if self.options.output.report and self.replicas.is_root:
+        if self.options.output.report and self.is_root:
             write_report(self.options, output.answers, self.llm.engine)
 
     def has_errors(self) -> bool:

@@ -43,13 +43,12 @@ MAX_PIPED_ROWS = 8
 class Workload:
     """What an engine is opened for. `num_slots` is set by a server, whose prompts come later;
     `piped`: the prompts come through a pipe, later too. `answered`: the rows that --output's file
-    already has. `num_replicas` replicas share the prompts."""
+    already has."""
 
     prompts: list[Prompt] = field(default_factory=list)
     num_slots: int | None = None
     piped: bool = False
     answered: Mapping = field(default_factory=dict)
-    num_replicas: int = 1
 
     @property
     def max_rows(self) -> int:
@@ -69,11 +68,9 @@ def open_llm(
     """Load the models, and make and warm up an engine: one that these prompts fit in, or one for
     prompts of all kinds where they come later."""
     limit = context_limit(options, target_config(options.model))
-    # Replicas on one CPU load at different times.
-    if workload.num_replicas == 1 or device.type == "cuda":
-        min_length = smallest_length(options, workload, limit)
-        num_positions = engine_length(options, device, min_length, limit)
-        check_memory(options, device, ranks, smallest_batch(options, workload), num_positions)
+    min_length = smallest_length(options, workload, limit)
+    num_positions = engine_length(options, device, min_length, limit)
+    check_memory(options, device, ranks, smallest_batch(options, workload), num_positions)
     model, tokenizer, drafter = load_models(
         options.model, options.draft, device, ranks, progress=True
     )
@@ -165,7 +162,7 @@ def choose_slots(
     printed."""
     max_rows = workload.max_rows
     if not workload.piped:
-        max_rows = max(1, math.ceil(len(rows) / workload.num_replicas))
+        max_rows = max(1, len(rows))
     if options.run.batch_size is not None:
         return options.run.batch_size if workload.piped else min(options.run.batch_size, max_rows)
     max_rows = min(max_rows, workload.max_rows)

@@ -89,27 +89,16 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """`batch_size` and `max_seq_length` are chosen by need where they are None; `tp` is the ranks
-    of one replica."""
+    """`batch_size` and `max_seq_length` are chosen by need where they are None."""
 
     batch_size: int | None
     max_seq_length: int | None
     threads: int | None
-    tp: int | None
     timeout: float
 
     def __post_init__(self):
         if not 0 < self.timeout < 1e6:
             raise ValueError(f"--timeout {self.timeout} must be a positive number of seconds")
-        world = world_size()
-        if world % (self.tp or world):
-            raise ValueError(
-                f"--tp {self.tp}: {world} ranks cannot be divided into replicas of {self.tp}"
-            )
-
-    @property
-    def num_replicas(self) -> int:
-        return world_size() // (self.tp or world_size())
 
 
 @dataclass(frozen=True)
@@ -128,19 +117,11 @@ class Options:
 
     def __post_init__(self):
         self._check_conversation()
-        if self.output.report and (self.prompts.interactive or self.run.num_replicas > 1):
-            raise ValueError(
-                "--report has the answers of one replica: it works neither with --interactive nor"
-                " with several replicas (--tp)"
-            )
+        if self.output.report and self.prompts.interactive:
+            raise ValueError("--report does not work with --interactive")
         has_k = self.flags.get("speculate_k") is not None and not self.engine.fixed_width_steps
         if self.draft.source is None and (self.output.show_drafts or has_k):
             raise ValueError("--speculate_k and --show_drafts need --draft_checkpoint or --draft")
-        if self.run.num_replicas > 1 and not self.prompts.file:
-            raise ValueError(
-                f"--tp {self.run.tp}: {world_size()} ranks are {self.run.num_replicas} replicas,"
-                " which share the lines of a --prompt_file: give one"
-            )
 
     def _check_conversation(self) -> None:
         prompts = self.prompts
@@ -199,10 +180,6 @@ class QuantizeOptions:
             raise ValueError("--method gptq and --calibration FILE need each other")
         if Path(self.output).exists():
             raise ValueError(f"{self.output}: exists already; remove it or choose another --output")
-
-
-def world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", 1)) if launched() else 1
 
 
 def check_writable(flag: str, file: str | None) -> None:

@@ -1,7 +1,7 @@
 """Finished answers -> stdout, or the file of --output, in the order of the flags.
 
-Result          a finished answer as text, which replicas send to rank 0
-Output          shows the results of all replicas, as they finish or in the order of the rows
+Result          a finished answer as text
+Output          shows results as they finish, or in the order of the rows
 ResultFile      the JSON lines of --output, from earlier runs and this one
 unanswered      the rows that no earlier run has answered
 """
@@ -22,11 +22,10 @@ from cli.draft_marks import draft_marks, print_legend
 from cli.exits import print_error
 from cli.options import Options
 from cli.prompts import Row, row_key
-from cli.replicas import Replicas
 from decoding.statistics import Timing
 from generate import LLM
 
-# Seconds between polls of a pipe and of other replicas' results; Ctrl-C may wait this long.
+# Seconds between polls of a pipe; Ctrl-C may wait this long.
 POLL_S = 0.1
 MAX_TIMINGS = 1000  # latest answers of an open pipe that its report covers
 RESULT_BEGINNINGS = (b'{"id": ', b'{"line": ', b'{"seed": ')
@@ -116,29 +115,25 @@ class Output:
         llm: LLM,
         rows: list[Row],
         options: Options,
-        replicas: Replicas,
         file: ResultFile | None = None,
         piped: bool = False,
     ):
         self.llm = llm
-        self.replicas = replicas
         self.file = file
         self.as_json = options.output.json
         self.in_order = options.output.ordered or not self.as_json
-        self.streaming = len(rows) == replicas.count == 1 and not self.as_json
+        self.streaming = len(rows) == 1 and not self.as_json
         self.marks = draft_marks(options)
         if self.marks and not self.as_json and (rows or piped):
             print_legend(self.marks)
         if self.streaming:
             print_prompt(rows[0].prompt.text)
         self.answers: deque[RowAnswer] = deque(maxlen=MAX_TIMINGS if piped else None)
-        self.num_received = 0
         self.num_tokens = 0
         self.next_number = 0
         self.waiting: dict[int, Result] = {}  # for an earlier row
         self.has_errors = False
         self.start = time.perf_counter()
-        self.polled = 0.0
         has_bar = len(rows) > 1 and sys.stderr.isatty()
         self.bar = tqdm(
             total=len(rows), unit="row", disable=not has_bar, file=sys.stderr, leave=False
@@ -149,7 +144,6 @@ class Output:
 
     def __exit__(self, error_type, *error) -> None:
         if error_type is KeyboardInterrupt:
-            self.poll(0)
             for _, result in sorted(self.waiting.items()):
                 self.show(result)
         self.bar.close()
@@ -161,7 +155,7 @@ class Output:
         return answer
 
     def add(self, answer: RowAnswer) -> None:
-        """Show or send a finished answer. Raises its error if the prompt is not a file's line."""
+        """Show a finished answer. Raises its error if the prompt is not a file's line."""
         error = answer.request.error
         result = Result(answer.number, num_tokens=len(answer.ids))
         if error is not None:
@@ -177,30 +171,13 @@ class Output:
         elif not self.streaming:
             text = "".join(answer.marked_pieces)
             result = result._replace(text=text, prompt=answer.row.prompt.text)
-        if self.replicas.is_first:
-            self.receive(result)
-        else:
-            self.replicas.send(result)
-
-    def poll(self, every_s: float = POLL_S) -> None:
-        """Show the results of other replicas, at most once in `every_s` seconds."""
-        now = time.perf_counter()
-        if now - self.polled >= every_s:
-            self.polled = now
-            for result in self.replicas.received():
-                self.receive(Result(*result))
-
-    def wait_for_others(self, num_rows: int) -> None:
-        while self.replicas.is_root and self.num_received < num_rows:
-            self.poll(0)
-            time.sleep(POLL_S / 5)
+        self.receive(result)
 
     def refuse(self, message: str) -> None:
         print_error(message)
         self.has_errors = True
 
     def receive(self, result: Result) -> None:
-        self.num_received += 1
         self.num_tokens += result.num_tokens
         self.bar.set_postfix_str(self.rate(), refresh=False)
         self.bar.update()
@@ -226,7 +203,7 @@ class Output:
                 print(result.text, flush=True)
 
     def rate(self) -> str:
-        """The rate of all replicas together."""
+        """The rate of all rows together."""
         return f"{self.num_tokens / (time.perf_counter() - self.start):.1f} tok/s"
 
     def timings(self) -> list[Timing]:

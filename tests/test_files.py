@@ -1,35 +1,27 @@
 """Files of prompts: --output and what a rerun skips, open pipes, how many rows decode together, the
-bar, Ctrl-C, and replicas that share a file. Oracles are each row alone, and the same file on one
-process."""
+bar, and Ctrl-C. Oracles are each row alone, and the same file on one process."""
 
 import fcntl
 import json
 import os
 import pty
-import shutil
 import signal
 import struct
 import subprocess
 import sys
 import termios
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import BASE, FAMILIES, ROOT
-from safetensors.torch import load_file, save_file
-from test_tp import launch
-from torch.distributed import HashStore
 
 import cli.opening
 from cli.errors import free_memory
 from cli.flags import parse_args
 from cli.main import run as run_args
-from cli.output import POLL_S, Output, Result
-from cli.replicas import Replicas
+from cli.output import POLL_S
 from decoding.engine import Engine
-from tp import ALONE, Ranks
 
 TEXTS = ("the little cat", "a big dog went", "the park", "red ball; it was fun.", "to play")
 SHORT = (
@@ -371,118 +363,3 @@ def test_ctrl_c_keeps_the_lines_that_have_ended(options, tmp_path):
         assert ids == (["first", "last"] if "--ordered" in options else ["last", "first"])
     else:
         assert [len(line.split()) for line in lines] == [60, 2]
-
-
-# --------------------------------------------------------------------------------------- replicas
-
-
-@pytest.mark.parametrize(
-    "flags, world, message",
-    [
-        (
-            ["--tp", "3", "--prompt_file", "x"],
-            4,
-            "--tp 3: 4 ranks cannot be divided into replicas of 3",
-        ),
-        (["--tp", "2"], None, "--tp 2: 1 ranks cannot be divided into replicas of 2"),
-        (
-            ["--tp", "2"],
-            4,
-            "--tp 2: 4 ranks are 2 replicas, which share the lines of a --prompt_file: give one",
-        ),
-        (["--tp", "1", "--interactive"], 2, "--tp 1: 2 ranks are 2 replicas"),
-    ],
-)
-def test_ranks_that_make_no_replicas_are_refused(flags, world, message, monkeypatch):
-    if world:
-        monkeypatch.setenv("LOCAL_RANK", "0"), monkeypatch.setenv("WORLD_SIZE", str(world))
-    with pytest.raises(ValueError, match=message):
-        parse_args(flags)
-
-
-def test_rank_0_waits_for_the_results_of_another_replica(monkeypatch, capsys):
-    """Two replicas in one process, on a clock that only naps move: a row belongs to one of them,
-    rank 0 shows all rows in order and rates them by the seconds of both."""
-    store, clock = HashStore(), [10.0]
-    monkeypatch.setattr("cli.replicas._get_default_store", lambda: store)
-    first, second = (Replicas(Ranks(rank, 2), ALONE) for rank in range(2))
-    assert [*second.numbers(3)] == [0, 1, 2] and not [*first.numbers(3)]
-    late_results = iter([Result(1, "b", num_tokens=4), None])  # a third nap would wait for nothing
-
-    def nap(seconds):
-        if result := next(late_results):
-            second.send(result)
-        clock[0] += 2
-
-    monkeypatch.setattr(
-        "cli.output.time", SimpleNamespace(perf_counter=lambda: clock[0], sleep=nap)
-    )
-    args = parse_args(["--prompt_file", "p.jsonl"])
-    output = Output(SimpleNamespace(engine=None), [], args, first)
-    clock[0] += 4
-    second.send(Result(2, "c", num_tokens=5))
-    output.receive(Result(0, "a", num_tokens=3))
-    output.wait_for_others(3)
-    assert capsys.readouterr().out == "a\nb\nc\n" and output.rate() == "1.5 tok/s"
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("nproc, tp", [(4, 2), pytest.param(2, 1, marks=pytest.mark.long)])
-def test_replicas_share_a_file(nproc, tp, text_folder, capsys, tmp_path):
-    """Each line once, as one process answers it, whatever replica did; an error of any of them is
-    named and is the status. Each replica takes the next line when a slot is free: none waits behind
-    a long one."""
-    lines = [
-        {"prompt": text, "id": n, "max_new_tokens": 4 + 9 * n} for n, text in enumerate(TEXTS * 2)
-    ]
-    file = jsonl(tmp_path / "p.jsonl", *lines)
-    flags = ("--checkpoint", text_folder, "--prompt_file", file, *SHORT)
-    expected, _ = run(capsys, *flags, "--json", "--ordered")
-    out = tmp_path / "out.jsonl"
-    program = ("generate.py", *flags, "--tp", tp, "--batch_size", 1)
-    done = launch(*program, "--output", out, nproc=nproc)
-    assert done.returncode == 0 and done.stdout == "", done.stderr
-    results = [json.loads(line) for line in out.read_text().splitlines()]
-    assert sorted(row["id"] for row in results) == list(range(10))
-    assert [row["tokens"] for row in sorted(results, key=lambda row: row["id"])] == [
-        row["tokens"] for row in expected
-    ]
-    assert done.stderr.count("peak memory") == 1
-    assert "the first of 2 replicas; all together " in done.stderr
-    if tp == 2:
-        return
-    out.write_text("".join(out.read_text().splitlines(keepends=True)[:7]))
-    jsonl(file, *lines, {"prompt": "cat " * 999, "id": "long"})
-    done = launch(*program, "--output", out, "--ordered", nproc=nproc)
-    assert done.returncode != 0 and done.stderr.count("line 11, id long: has") == 1, done.stderr
-    assert "answers 7 rows already" in done.stderr
-    assert sorted(json.loads(line)["id"] for line in out.read_text().splitlines()) == list(
-        range(10)
-    )
-    jsonl(file, lines[0])
-    assert launch(*program, nproc=nproc).stdout == expected[0]["text"] + "\n"
-    jsonl(file, *lines)
-    done = launch(*program, nproc=nproc)  # texts, in the file's order
-    assert done.stdout == "".join(row["text"] + "\n" for row in expected)
-
-
-@pytest.mark.ranks
-def test_replicas_of_unequal_weights_are_named(text_folder, tmp_path):
-    other, file = (
-        shutil.copytree(text_folder, tmp_path / "other"),
-        jsonl(tmp_path / "p.jsonl", {"prompt": "a"}),
-    )
-    tensors = load_file(other / "model.safetensors")
-    tensors["model.norm.weight"][0] += 0.5
-    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    script = tmp_path / "start.py"
-    script.write_text(
-        f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\nfrom cli.main import main\n"
-        f"folder = {[str(text_folder), str(other)]!r}[int(os.environ['RANK'])]\n"
-        f"sys.argv = ['generate.py', '--checkpoint', folder, '--tp', '1', '--prompt_file',"
-        f" {str(file)!r}]\nmain()\n"
-    )
-    done = launch(script)
-    assert (
-        done.returncode != 0 and "error: rank 1 differs from rank 0 in its tensors" in done.stderr
-    ), done.stderr

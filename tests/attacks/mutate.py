@@ -154,7 +154,6 @@ TESTS = {
     "cli/pipe.py": "files -m 'not long' -k 'pipe or slots'",
     "cli/prompt_cache.py": "prompt_cache",
     "cli/prompts.py": "requests files program",
-    "cli/replicas.py": "files program -k 'replicas or torchrun or line'",
     "cli/report.py": "report experts speculative_cli program -k 'report or bytes or count or json"
     " or statistics'",
     "cli/running.py": "prompt_cache program -k 'half_known or chat or text'",
