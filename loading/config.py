@@ -11,12 +11,11 @@ families.py holds the differences between model_types.
 """
 
 import math
+from collections.abc import Mapping
 
 from loading.families import (
     FAMILIES,
-    FULL_EXPERTS,
     SLIDING,
-    SMALL_EXPERTS,
     Family,
     family_of,
 )
@@ -73,23 +72,28 @@ ROPE_KEYS = {
     "dynamic": "alpha factor beta_fast beta_slow mscale mscale_all_dim",
 }
 
-# Keys of NEUTRAL that sparse families compute with.
+# Keys of NEUTRAL that sparse families read, or ignore as transformers does: the tensors show the
+# numbers of experts.
 SPARSE_KEYS = (
     "first_k_dense_replace",
     "n_routed_experts",
     "n_shared_experts",
     "num_experts",
     "num_local_experts",
-    "routed_scaling_factor",
 )
-# Keys of experts that sparse families call by other names, here behind those that are read.
+# Keys of experts that transformers knows by several names in one family, and those that a family
+# calls by another name than here.
+COUNT_NAMES = {
+    "num_experts": "num_experts num_local_experts n_routed_experts moe_num_experts",
+    "num_experts_per_tok": "num_experts_per_tok moe_k moe_topk",
+}
 EXPERT_KEYS = {
-    "num_experts": "num_local_experts n_routed_experts moe_num_experts",
-    "num_experts_per_tok": "moe_k moe_topk",
-    "n_shared_experts": "num_shared_expert num_shared_experts moe_num_shared_experts",
-    "routed_scaling_factor": "router_scaling_factor",
-    "first_k_dense_replace": "moe_layer_start_index",
-    "decoder_sparse_step": "moe_layer_interval",
+    "num_shared_expert": "n_shared_experts",
+    "num_shared_experts": "n_shared_experts",
+    "moe_num_shared_experts": "n_shared_experts",
+    "router_scaling_factor": "routed_scaling_factor",
+    "moe_layer_start_index": "first_k_dense_replace",
+    "moe_layer_interval": "decoder_sparse_step",
 }
 
 MIN_NUMBER = 1e-30  # float32 holds this and its reciprocal
@@ -245,10 +249,11 @@ def check_supported(hf: Section, family: Family, n_layers: int) -> None:
     }
     if family.fields.get("qk_norm"):
         supported |= QK_NORM_KEYS
-    has_sparse_keys = family.experts in (SMALL_EXPERTS, FULL_EXPERTS)
+    own_keys = family.own_keys
+    if family.experts:
+        own_keys = {*own_keys, *family.experts, *SPARSE_KEYS}
     for key, values in {**supported, **family.supported}.items():
-        is_own = key in family.own_keys or (has_sparse_keys and key in SPARSE_KEYS)
-        if not is_own and hf.get(key) not in (None, *values):
+        if key not in own_keys and hf.get(key) not in (None, *values):
             alternatives = f"supported: {' or '.join(map(repr, values))}"
             absent = "only a config.json without it, or with null, is"
             raise hf.refused(key, f"is not supported; {alternatives if values else absent}")
@@ -256,32 +261,44 @@ def check_supported(hf: Section, family: Family, n_layers: int) -> None:
 
 def expert_fields(hf: Section, family: Family, n_layers: int) -> dict:
     """Config's fields of experts; none for a dense family."""
-    defaults = family.experts
-    if defaults is None:
+    if family.experts is None:
         return {}
-    for key, names in EXPERT_KEYS.items():
-        for name in names.split():
-            value = hf.get(name)
-            if isinstance(value, list):  # Hunyuan's, one for each layer
-                hf[name] = hf.entries(name, n_layers, "layers", tuple(value[:1]))[0]
-            hf[key] = hf.agreed(key, hf, name)
-    n_experts = hf.size("num_experts", defaults.num_experts)
-    n_chosen = hf.size("num_experts_per_tok", defaults.num_chosen)
+    section = read_experts(hf, family.experts, n_layers)
+    n_experts = section.size("num_experts")
+    n_chosen = section.size("num_experts_per_tok")
     if n_chosen > n_experts:
-        raise hf.refused("num_experts_per_tok", f"is more than the number of experts, {n_experts}")
-    expert_dim = hf.size(defaults.dim_key, defaults.dim)
-    shared_dim = expert_dim * hf.count("n_shared_experts")
-    if defaults.shared_dim:
-        shared_dim = hf.size("shared_expert_intermediate_size", defaults.shared_dim)
+        raise section.refused(
+            "num_experts_per_tok", f"is more than the number of experts, {n_experts}"
+        )
+    dim_key = next(key for key in section if key.endswith("intermediate_size"))
+    expert_dim = section.size(dim_key)
+    shared_dim = expert_dim * section.count("n_shared_experts")
+    if "shared_expert_intermediate_size" in section:
+        shared_dim = section.size("shared_expert_intermediate_size")
     return {
-        "sparse": sparse_layers(hf, n_layers),
+        "sparse": sparse_layers(section, n_layers),
         "n_experts": n_experts,
         "experts_per_token": n_chosen,
         "expert_dim": expert_dim,
-        "router_norm": hf.flag("norm_topk_prob"),
-        "routed_scale": hf.number("routed_scaling_factor", 1.0),
+        "router_norm": section.flag("norm_topk_prob"),
+        "routed_scale": section.number("routed_scaling_factor", 1.0),
         "shared_dim": shared_dim,
     }
+
+
+def read_experts(hf: Section, defaults: Mapping[str, object], n_layers: int) -> Section:
+    """The keys of experts that the family reads, under one name each."""
+    section = Section()
+    for own_key, default in defaults.items():
+        key = EXPERT_KEYS.get(own_key, own_key)
+        for name in COUNT_NAMES.get(own_key, own_key).split():
+            value = hf.get(name)
+            if isinstance(value, list) and not key.startswith("mlp_"):
+                # Hunyuan's, one for each layer
+                hf[name] = hf.entries(name, n_layers, "layers", tuple(value[:1]))[0]
+            hf[own_key] = hf.agreed(own_key, hf, name)
+        section[key] = default if hf.get(own_key) is None else hf[own_key]
+    return section
 
 
 def sparse_layers(hf: Section, n_layers: int) -> tuple[bool, ...]:
@@ -405,8 +422,6 @@ def stored_rope(hf: Section, family: Family) -> tuple[Section, Section]:
     name = "rope_scaling" if v5 is None else "rope_parameters"
     if stored is None:
         stored = family.default_rope
-    if stored is None:
-        raise ValueError(f"config.json: {name} is missing; {hf['model_type']} needs it")
     if not isinstance(stored, dict):
         raise hf.refused(name, "must be an object")
     local = Section({"rope_theta": hf.get("rope_local_base_freq")})

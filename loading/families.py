@@ -17,16 +17,6 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 
-class ExpertDefaults(NamedTuple):
-    """transformers' values for a config.json that leaves them out; None: it must have them."""
-
-    num_experts: int | None = None
-    num_chosen: int | None = None
-    dim: int | None = None
-    shared_dim: int = 0  # 0: without a shared expert, or one of n_shared_experts times dim
-    dim_key: str = "moe_intermediate_size"
-
-
 class MergedExperts(NamedTuple):
     """A folder's tensors that hold all experts of a layer; merged_experts.py splits them."""
 
@@ -79,10 +69,11 @@ class Family(NamedTuple):
     rope_theta: float = 10000.0
     full_rope_type: int | None = 0  # of layers that attend to all tokens
     sliding_rope_type: int | None = 0  # of layers with a window
-    # RoPE's object where config.json has none; None refuses such a file.
-    default_rope: Mapping[str, object] | None = {}
+    default_rope: Mapping[str, object] = {}  # RoPE's object where config.json has none
     rope_aliases: Mapping[str, str] = {}  # older names of rope types
-    experts: ExpertDefaults | None = None
+    # The keys of experts that it reads, with transformers' values where a file leaves them out
+    # (None: the file must have it, or it says nothing). Other such keys are ignored.
+    experts: Mapping[str, object] | None = None
     # Its tensors:
     names: Mapping[str, list[str]] = {}  # in place of weight_names.INNER
     prefixes: Mapping[str, str] = {}  # of names in the file -> of names in a text model
@@ -164,6 +155,18 @@ def gemma3_keys(get: Callable, hf: dict) -> dict:
     }
 
 
+def experts(
+    num_experts: int | None,
+    num_chosen: int | None,
+    dim: int | None = None,
+    **others: object,
+) -> dict:
+    """Family.experts. Without a `dim`, experts have that of a dense feed-forward."""
+    dim_key = "moe_intermediate_size" if dim else "intermediate_size"
+    sizes = {"num_experts": num_experts, "num_experts_per_tok": num_chosen, dim_key: dim}
+    return sizes | others
+
+
 QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 QWEN2 = {
     "max_length": 32768,
@@ -210,10 +213,9 @@ GRANITE_GGUF = {
 }
 OFF = (False,)
 NO_MLP_BIAS = {"mlp_bias": OFF}
+WEIGHTED = {"norm_topk_prob": True, "routed_scaling_factor": 1.0}
+SOME_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": None}
 NO_BIAS = {"attention_bias": OFF, "mlp_bias": OFF}
-# Families with these also read the keys of experts in config.SPARSE_KEYS.
-SMALL_EXPERTS = ExpertDefaults()
-FULL_EXPERTS = ExpertDefaults(dim_key="intermediate_size")
 NUM_EXPERTS = {"num_local_experts": "num_experts"}
 ALWAYS_SPARSE = {
     "decoder_sparse_step": (1,),
@@ -250,7 +252,12 @@ NORMS_AFTER = {
 }
 ONLY_AFTER = {"norms_before": False, "norms_after": True}
 GLM = {
-    "defaults": {"partial_rotary_factor": 0.5},
+    "defaults": {
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
     "max_length": 131072,
     "norm_eps": 1.5625e-07,
     "own_keys": ("partial_rotary_factor",),
@@ -283,26 +290,24 @@ FAMILIES = {
         {"num_key_value_heads": 8},
         max_length=131072,
         norm_eps=1e-5,
-        own_keys=("num_local_experts",),
         supported={"attention_bias": OFF, **ALWAYS_SPARSE},
         fields={"router_norm": True},
         sliding="every",
         rope_theta=1e6,
-        experts=ExpertDefaults(8, 2, dim_key="intermediate_size"),
+        experts=experts(8, 2),
         names=MIXTRAL_NAMES,
         gguf=Gguf("llama", "expert_count", permutes_heads=True),
     ),
     "qwen2_moe": Family(
         {**QWEN, "num_key_value_heads": 16, "qkv_bias": True},
         max_length=32768,
-        own_keys=("num_experts", "num_local_experts", "shared_expert_intermediate_size"),
         supported={"attention_bias": OFF},
         fields={"shared_gate": True},
         qkv_bias="qkv_bias",
         out_bias=False,
         sliding="early even",
         use_sliding_window="decides",
-        experts=ExpertDefaults(60, 4, 1408, 5632),
+        experts=experts(60, 4, 1408, shared_expert_intermediate_size=5632, **SOME_SPARSE),
         names={
             "ffn.router": ["mlp.gate", "mlp.shared_expert_gate"],
             "ffn.shared.gate_up": ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"],
@@ -313,18 +318,17 @@ FAMILIES = {
     "qwen3_moe": Family(
         {"num_key_value_heads": 4, "sliding_window": 4096},
         max_length=32768,
-        own_keys=("num_experts", "num_local_experts"),
         fields={"qk_norm": "heads"},
         sliding="every",
         use_sliding_window="decides",
-        experts=ExpertDefaults(128, 8, 768),
+        experts=experts(128, 8, 768, **SOME_SPARSE),
         gguf=Gguf("qwen3moe", expert_names=NUM_EXPERTS),
     ),
     "gpt_oss": Family(
         {"head_dim": 64, "num_key_value_heads": 8, "attention_bias": True, "sliding_window": 128},
         max_length=131072,
         norm_eps=1e-5,
-        own_keys=("num_local_experts", "swiglu_limit"),
+        own_keys=("swiglu_limit",),
         supported=ALWAYS_SPARSE,
         own_fields=lambda hf, head_dim: {
             "gate_limit": hf.number("swiglu_limit", 7.0),
@@ -333,15 +337,21 @@ FAMILIES = {
         fields={"sinks": True, "expert_bias": True, "router_bias": True, "router_norm": True},
         sliding="even",
         rope_theta=150000.0,
-        default_rope=None,
-        experts=ExpertDefaults(128, 4, dim_key="intermediate_size"),
+        default_rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        experts=experts(128, 4),
         names={"ffn.router": ["mlp.router"]},
         merged_experts=MergedExperts(is_gpt_oss=True),
         gguf=Gguf(
             "gpt-oss",
             names=GGUF_FFN_NORM,
             hf_keys=lambda get, hf: {
-                "rope_scaling": hf["rope_scaling"] and hf["rope_scaling"] | {"truncate": False}
+                "rope_scaling": hf["rope_scaling"] and hf["rope_scaling"] | {"truncate": False},
+                "rope_parameters": None if hf["rope_scaling"] else {},
             },
         ),
     ),
@@ -381,7 +391,7 @@ FAMILIES = {
         own_keys=GRANITE_KEYS,
         own_fields=granite_fields,
         fields={"router_norm": True},
-        experts=FULL_EXPERTS,
+        experts=experts(8, 2),
         names={"ffn.router": ["block_sparse_moe.router.layer"]},
         merged_experts=MergedExperts(
             "block_sparse_moe.input_linear.weight",
@@ -390,7 +400,7 @@ FAMILIES = {
         gguf=Gguf("granitemoe", **GRANITE_GGUF),
     ),
     "granite_swa": Family(
-        {"sliding_window": 128},
+        {"num_key_value_heads": 4, "sliding_window": 128, "tie_word_embeddings": True},
         max_length=8192,
         norm_eps=1e-5,
         own_keys=GRANITE_KEYS,
@@ -445,11 +455,10 @@ FAMILIES = {
         gguf=Gguf("hunyuan-dense"),
     ),
     "hunyuan_v1_moe": Family(
-        {"num_shared_expert": 1},
         norm_eps=1e-5,
         own_keys=("alpha",),
         fields={"qk_norm": "rotated", "router_norm": True},
-        experts=FULL_EXPERTS,
+        experts=experts(1, 1, num_shared_expert=1),
         names=HUNYUAN_NAMES,
         gguf=Gguf(
             "hunyuan-moe",
@@ -461,12 +470,15 @@ FAMILIES = {
         ),
     ),
     "ernie4_5_moe": Family(
+        {"num_key_value_heads": 4, "tie_word_embeddings": True},
         max_length=131072,
         norm_eps=1e-5,
         supported={"use_bias": OFF},
         fields={"rope_interleaved": True, "selection_bias": True, "router_norm": True},
         rope_theta=5e5,
-        experts=SMALL_EXPERTS,
+        experts=experts(
+            64, 6, 1536, moe_num_shared_experts=2, moe_layer_start_index=1, moe_layer_interval=1
+        ),
         names={"ffn.experts": ["mlp.moe_statics.e_score_correction_bias"]},
         unused=("model.mtp_",),
         gguf=Gguf(
@@ -491,26 +503,26 @@ FAMILIES = {
         gguf=Gguf("exaone4"),
     ),
     "exaone_moe": Family(
-        {
-            "sliding_window": 4096,
-            "sliding_window_pattern": 4,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 2.5,
-        },
+        {"num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4},
         norm_eps=1e-5,
         supported=SIGMOID,
         fields={**SIGMOID_ROUTER, "qk_norm": "heads"},
         sliding="by period",
         full_rope_type=None,
-        experts=SMALL_EXPERTS,
+        experts=experts(
+            64,
+            8,
+            1024,
+            num_shared_experts=1,
+            first_k_dense_replace=1,
+            mlp_layer_types=None,
+            **{**WEIGHTED, "routed_scaling_factor": 2.5},
+        ),
         names={"ffn.experts": ["mlp.e_score_correction_bias"]},
         unused=("mtp.",),
     ),
     "glm4_moe": Family(
-        {
-            "partial_rotary_factor": 0.5,
-            "norm_topk_prob": True,
-        },
+        {"num_key_value_heads": 8, "partial_rotary_factor": 0.5},
         max_length=131072,
         norm_eps=1e-5,
         own_keys=("partial_rotary_factor", "use_qk_norm"),
@@ -518,7 +530,7 @@ FAMILIES = {
         fields=SIGMOID_ROUTER,
         own_fields=lambda hf, head_dim: {"qk_norm": "heads" if hf.flag("use_qk_norm") else None},
         out_bias=False,
-        experts=SMALL_EXPERTS,
+        experts=experts(128, 8, 1408, n_shared_experts=1, first_k_dense_replace=1, **WEIGHTED),
         unused=MTP_LAYER,
         gguf=Gguf(
             "glm4moe",
@@ -542,7 +554,8 @@ FAMILIES = {
     "solar_open": Family(
         {
             "intermediate_size": 10240,  # of no layer: all have experts
-            "norm_topk_prob": True,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
         },
         max_length=131072,
         norm_eps=1e-5,
@@ -550,23 +563,38 @@ FAMILIES = {
         fields=SIGMOID_ROUTER,
         out_bias=False,
         rope_theta=1e6,
-        experts=SMALL_EXPERTS,
+        experts=experts(128, 8, 1280, n_shared_experts=1, **WEIGHTED),
     ),
     "dots1": Family(
-        {"sliding_window": 4096, "max_window_layers": 62},
+        {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 62},
         supported=SIGMOID,
         fields={**SIGMOID_ROUTER, "qk_norm": "heads"},
         sliding="later",
-        experts=SMALL_EXPERTS,
+        experts=experts(
+            None,
+            None,
+            1408,
+            n_shared_experts=None,
+            first_k_dense_replace=0,
+            **{**WEIGHTED, "norm_topk_prob": False},
+        ),
     ),
     "hy_v3": Family(
-        {"router_scaling_factor": 2.826},
+        {"num_key_value_heads": 8, "head_dim": 128},
         max_length=131072,
         norm_eps=1e-5,
         supported=SIGMOID,
         fields={**SIGMOID_ROUTER, "qk_norm": "heads", "router_norm": True},
         rope_theta=11158840.0,
-        experts=SMALL_EXPERTS,
+        experts=experts(
+            192,
+            8,
+            1536,
+            num_shared_experts=1,
+            first_k_dense_replace=1,
+            mlp_layer_types=None,
+            router_scaling_factor=2.826,
+        ),
         names={
             **SHARED_MLP,
             "ffn.router": ["mlp.router.gate"],
@@ -575,12 +603,13 @@ FAMILIES = {
         unused=MTP_LAYER,
     ),
     "minimax_m2": Family(
+        {"num_key_value_heads": 8, "head_dim": 128},
         max_length=196608,
         own_keys=("partial_rotary_factor",),
         supported=SIGMOID,
         fields={**SIGMOID_ROUTER, "qk_norm": "full", "router_norm": True},
         rope_theta=5e6,
-        experts=FULL_EXPERTS,
+        experts=experts(256, 8),
         names=MIXTRAL_NAMES,
     ),
     "ministral3": Family(
@@ -607,19 +636,26 @@ FAMILIES = {
         ),
     ),
     "ministral": Family(
-        {"sliding_window": 4096},
+        {"num_key_value_heads": 8, "sliding_window": 4096},
         max_length=131072,
         sliding="later",  # than no layer: all slide that layer_types does not list as full
     ),
     "cwm": Family(
-        {"sliding_window": 8192},
+        {"num_key_value_heads": 8, "head_dim": 128, "sliding_window": 8192},
         max_length=131072,
         norm_eps=1e-5,
         sliding="three of four",
         rope_theta=1e6,
-        default_rope=None,
+        default_rope={
+            "rope_type": "llama3",
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
     ),
     "iquestcoder": Family(
+        {"num_key_value_heads": 8, "head_dim": 128},
         max_length=131072,
         norm_eps=1e-5,
     ),
@@ -627,21 +663,24 @@ FAMILIES = {
         max_length=4096,
         norm_eps=1e-5,
         fields={"qk_norm": "full"},
-        experts=FULL_EXPERTS,
+        experts=experts(64, 8, norm_topk_prob=None),
         gguf=Gguf("olmoe", norm_topk_prob=False, expert_names=NUM_EXPERTS),
     ),
     "mellum": Family(
-        {"sliding_window": 1024, "norm_topk_prob": True},
+        {"num_key_value_heads": 4, "head_dim": 128, "sliding_window": 1024},
         max_length=131072,
         fields={"qk_norm": "heads"},
         sliding="listed",
         sliding_rope_type=1,
-        default_rope=None,
-        experts=SMALL_EXPERTS,
+        default_rope={
+            "full_attention": {"rope_theta": 500000.0},
+            "sliding_attention": {"rope_theta": 10000.0},
+        },
+        experts=experts(64, 8, 896, mlp_layer_types=None, norm_topk_prob=True),
         unused=("mtp.",),
     ),
     "qwen2_5_vl_text": Family(
-        QWEN,
+        {**QWEN, "num_key_value_heads": 8, "max_window_layers": 80},
         **QWEN2,
         norm_eps=1e-5,
         own_keys=MROPE,
@@ -650,6 +689,7 @@ FAMILIES = {
         gguf=Gguf("qwen2vl"),
     ),
     "qwen3_vl_text": Family(
+        {"num_key_value_heads": 32, "head_dim": 128},
         max_length=128000,
         own_keys=MROPE,
         fields={"qk_norm": "heads"},
@@ -657,11 +697,12 @@ FAMILIES = {
         gguf=Gguf("qwen3vl"),
     ),
     "qwen3_vl_moe_text": Family(
+        {"num_key_value_heads": 16, "tie_word_embeddings": True},
         max_length=128000,
         own_keys=MROPE,
         fields={"qk_norm": "heads", "router_norm": True},
         rope_theta=5e5,
-        experts=SMALL_EXPERTS,
+        experts=experts(60, 4, 1408, decoder_sparse_step=1, mlp_only_layers=None),
         merged_experts=MergedExperts(),
         gguf=Gguf("qwen3vlmoe", expert_names=NUM_EXPERTS),
     ),
@@ -708,6 +749,23 @@ FAMILIES = {
         unused=VISION_TOWER,
     ),
 }
+
+
+# Hunyuan-A13B as Tencent publishes it, with the keys of its own code.
+FAMILIES["hunyuan"] = FAMILIES["hunyuan_v1_moe"]._replace(
+    supported={
+        "group_limited_greedy": OFF,
+        "moe_layer_num_skipped": (0,),
+        "norm_topk_prob": (True,),
+        "norm_type": ("rms",),
+        "position_embedding_xdrope": OFF,
+        "use_cla": OFF,
+        "use_mixed_mlp_moe": (True,),
+        "use_mla": OFF,
+        "use_rotary_pos_emb": (True,),
+    },
+    gguf=None,
+)
 
 
 def family_of(hf: Mapping) -> Family | None:

@@ -187,9 +187,9 @@ def expert_keys(values: Mapping[str, object], family: Family) -> dict:
     hf = {hf_key: values[key] for hf_key, key in EXPERTS.items() if key in values}
     hf["norm_topk_prob"] = bool(hf.get("norm_topk_prob", family.gguf.norm_topk_prob))
     hf["routed_scaling_factor"] = hf.get("routed_scaling_factor") or 1.0  # 0 says nothing
-    if "shared_expert_intermediate_size" not in family.own_keys:  # their number says it
+    if "shared_expert_intermediate_size" not in (family.experts or {}):  # their number says it
         hf.pop("shared_expert_intermediate_size", None)
-    if family.experts and family.experts.dim_key == "intermediate_size":
+    if "intermediate_size" in (family.experts or {}):
         hf.pop("moe_intermediate_size", None)
     return {family.gguf.expert_names.get(key, key): value for key, value in hf.items()}
 

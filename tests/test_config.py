@@ -10,6 +10,8 @@ import torch
 from conftest import BASE, FAMILIES, config_json
 
 from loading.config import NEUTRAL, config_from_hf
+from loading.families import FAMILIES as MODEL_TYPES
+from loading.models import empty_model
 from model import rope_frequencies
 
 LLAMA = {
@@ -518,35 +520,121 @@ def test_theta_is_transformers_where_a_file_has_none(model_type):
     assert theta == rope.get("full_attention", rope)["rope_theta"]
 
 
-def expert_sizes(family) -> dict:
-    """Keys that most sparse families must have."""
-    if family.experts is None or family.experts.num_experts:
-        return {}
-    return {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# Sizes under which the defaults of all families divide; no family may leave them out.
+SIZES = {
+    "hidden_size": 2048,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 64,
+    "vocab_size": 131,
+}
+OTHER_SIZES = {  # that one family may not leave out
+    "dots1": {"n_routed_experts": 12, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "ernie4_5_moe": {"moe_layer_end_index": 4},
+    "phi3": {"pad_token_id": 0},
+}
+TEXT_TYPES = [name for name, family in MODEL_TYPES.items() if not family.text_models]
+
+
+def as_transformers_has_it(hf: dict) -> dict:
+    """config.json with every key that transformers computes with. It knows MiMo and Tencent's own
+    Hunyuan by other names."""
+    from transformers import AutoConfig
+
+    hf = copy.deepcopy(hf)
+    model_type = hf.pop("model_type")
+    theirs = {"mimo": "qwen2", "hunyuan": "hunyuan_v1_moe"}.get(model_type, model_type)
+    return {**AutoConfig.for_model(theirs, **hf).to_dict(), "model_type": model_type}
+
+
+def check_same_config(hf: dict) -> None:
+    """`hf` means what transformers makes of it."""
+    ours = config_from_hf(copy.deepcopy(hf))
+    theirs = config_from_hf(as_transformers_has_it(hf))
+    assert ours.dtype is None or ours.dtype == theirs.dtype
+    rotates_all = (0,) * ours.n_layers
+    same = {"dtype": None, "rope_types": ours.rope_types or rotates_all}
+    assert dataclasses.replace(ours, **same) == dataclasses.replace(
+        theirs, dtype=None, rope_types=theirs.rope_types or rotates_all
+    )
 
 
 @pytest.mark.parametrize("absent", ["missing", "null"])
-def test_context_and_epsilon_are_transformers_where_a_file_has_none(absent):
-    from transformers import AutoConfig
+@pytest.mark.parametrize("model_type", TEXT_TYPES)
+def test_what_a_file_leaves_out_is_transformers(model_type, absent):
+    """A config.json with sizes alone, or with null for all other keys of theirs that may be null
+    there, has transformers' defaults."""
+    hf = {**SIZES, "model_type": model_type, **OTHER_SIZES.get(model_type, {})}
+    if absent == "null":
+        full = as_transformers_has_it(hf)
+        hf |= {key: None for key, value in full.items() if value is None and key not in hf}
+    check_same_config(hf)
 
-    from loading.families import FAMILIES
 
-    keys = ("max_position_embeddings", "rms_norm_eps")
-    for model_type, family in FAMILIES.items():
-        if family.text_models:
-            continue
-        # MiMo's own code derives its configuration from Qwen2's.
-        theirs = AutoConfig.for_model("qwen2" if model_type == "mimo" else model_type)
-        hf = {key: value for key, value in LLAMA.items() if key not in keys}
-        hf |= dict.fromkeys(keys) if absent == "null" else {}
-        hf |= {
-            "model_type": model_type,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        }
-        hf |= expert_sizes(family)
-        config = config_from_hf(hf)
-        expected = (theirs.max_position_embeddings, theirs.rms_norm_eps)
-        assert (config.max_seq_length, config.norm_eps) == expected, model_type
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", TEXT_TYPES)
+def test_each_key_that_a_file_leaves_out_is_transformers(model_type):
+    hf = {**SIZES, "model_type": model_type, **OTHER_SIZES.get(model_type, {})}
+    full = as_transformers_has_it(hf)
+    for key in full.keys() - {*hf, "transformers_version", "architectures"}:
+        check_same_config({name: value for name, value in full.items() if name != key})
+
+
+# Keys of experts, with values that would change the tensors.
+FOREIGN_KEYS = {
+    "first_k_dense_replace": 2,
+    "n_shared_experts": 3,
+    "num_shared_experts": 3,
+    "mlp_layer_types": ["dense"] * 4 + ["sparse"],
+}
+# Read here as the models' own code does, unlike in transformers.
+OWN_CODE = {("hy_v3", "first_k_dense_replace")}
+SPARSE_TYPES = [
+    name
+    for name in TEXT_TYPES
+    if MODEL_TYPES[name].experts and name != "hunyuan" and not name.endswith("_text")
+]
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        name if name in ("minimax_m2", "mellum") else pytest.param(name, marks=pytest.mark.slow)
+        for name in SPARSE_TYPES
+    ],
+)
+def test_a_family_reads_its_own_keys_of_experts_only(model_type):
+    """The parameters of transformers' model are counted, with each key beside its own."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def num_parameters(hf: dict) -> tuple[int, int]:
+        config = AutoConfig.for_model(**hf)
+        with torch.device("meta"):
+            theirs = AutoModelForCausalLM.from_config(config)
+        ours = empty_model(config_from_hf(hf), torch.float32)
+        return tuple(
+            sum(tensor.numel() for name, tensor in model.state_dict().items() if "bias" not in name)
+            for model in (theirs, ours)
+        )
+
+    hf = {**SIZES, "hidden_size": 256, "head_dim": 4, "model_type": model_type}
+    hf |= {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "intermediate_size": 16}
+    hf |= OTHER_SIZES.get(model_type, {})
+    if model_type == "hunyuan_v1_moe":
+        hf["num_experts"] = 4
+    if model_type in ("mixtral", "gpt_oss"):  # refuse what they do not read
+        del hf["moe_intermediate_size"]
+    for key, value in FOREIGN_KEYS.items():
+        if (model_type, key) not in OWN_CODE:
+            theirs, ours = num_parameters({**hf, key: value})
+            assert ours == theirs, key
+
+
+def expert_sizes(family) -> dict:
+    """Keys that most sparse families must have."""
+    if family.experts is None:
+        return {}
+    return {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 def test_families_that_always_norm_queries_and_keys_may_say_so():
@@ -568,6 +656,58 @@ def test_families_that_always_norm_queries_and_keys_may_say_so():
                     config_from_hf({**hf, key: True})
     with pytest.raises(ValueError, match="use_qk_norm = 'yes'"):
         config_from_hf({**LLAMA, "model_type": "qwen3", "use_qk_norm": "yes"})
+
+
+def test_hunyuan_a13b_as_published_is_transformers():
+    """Tencent's own keys, a list for each layer, of which only some change the arithmetic."""
+    from transformers import AutoConfig
+
+    n_layers = 4
+    rope = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0}
+    hf = {
+        **SIZES,
+        "num_hidden_layers": n_layers,
+        "model_type": "hunyuan",
+        "architectures": ["HunYuanMoEV1ForCausalLM"],
+        "attention_bias": False,
+        "attention_head_dim": 32,
+        "cla_share_factor": 2,
+        "group_limited_greedy": False,
+        "hidden_act": "silu",
+        "kv_lora_rank": None,
+        "max_position_embeddings": 32768,
+        "mlp_bias": False,
+        "moe_drop_tokens": False,
+        "moe_intermediate_size": [96] * n_layers,
+        "moe_layer_num_skipped": 0,
+        "moe_topk": [8] * n_layers,
+        "n_group": None,
+        "norm_topk_prob": True,
+        "norm_type": "rms",
+        "num_experts": 64,
+        "num_key_value_heads": 8,
+        "num_shared_expert": [1] * n_layers,
+        "position_embedding_xdrope": False,
+        "q_lora_rank": None,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {**rope, "mscale_all_dim": 1.0, "type": "dynamic"},
+        "rope_theta": 10000.0,
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "use_cla": False,
+        "use_mixed_mlp_moe": True,
+        "use_mla": False,
+        "use_qk_norm": True,
+        "use_rotary_pos_emb": True,
+    }
+    config = config_from_hf(copy.deepcopy(hf))
+    theirs = AutoConfig.for_model(**{**copy.deepcopy(hf), "model_type": "hunyuan_v1_moe"})
+    assert config == config_from_hf(theirs.to_dict())
+    assert (config.n_experts, config.experts_per_token, config.shared_dim) == (64, 8, 96)
+    for key, value in {"use_cla": True, "use_mla": True, "moe_layer_num_skipped": 1}.items():
+        with pytest.raises(ValueError, match=f"{key} = {value} is not supported"):
+            config_from_hf({**hf, key: value})
 
 
 def test_config_survives_json():
