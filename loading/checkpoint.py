@@ -32,6 +32,7 @@ from loading.files import (
     has_separate_head,
     open_tensors,
     read_config_json,
+    read_index,
     tensor_files,
     tensor_reader,
     text_model_tensors,
@@ -129,6 +130,13 @@ class Checkpoint:
     def text_tensors(self) -> dict[str, object]:
         """Those of `tensors` that are the text model's, by its names."""
         return text_model_tensors(self.tensors, family_of(self.hf), self.config.n_layers)
+
+    @cached_property
+    def spare_tensors(self) -> dict[str, object]:
+        """Those of `text_tensors` that the folder's index does not name."""
+        index = {} if self.is_gguf else read_index(self.path)
+        unnamed = {name: self.tensors[name] for name in self.tensors if index and name not in index}
+        return text_model_tensors(unnamed, family_of(self.hf), self.config.n_layers)
 
     @cached_property
     def model_tensors(self) -> dict[str, object]:
@@ -300,7 +308,9 @@ def open_weights(
     model = empty_model(
         config, torch.float32, form.scheme, form.head_scheme, overrides=form.overrides
     )
-    check_headers(checkpoint.path, expected_tensors(config, model), tensors, config.tie_embeddings)
+    expected = expected_tensors(config, model)
+    spare = checkpoint.spare_tensors
+    check_headers(checkpoint.path, expected, tensors, config.tie_embeddings, spare)
     return form, read
 
 
@@ -324,7 +334,8 @@ def open_other_format(
     with error_prefix(checkpoint.path):
         quantized = reader.find_matrices(layouts, tensors, shapes)
         expected = reader.expected_tensors(quantized, expected_tensors(config, plain), tensors)
-        check_headers(checkpoint.path, expected, tensors, config.tie_embeddings)
+        spare = checkpoint.spare_tensors
+        check_headers(checkpoint.path, expected, tensors, config.tie_embeddings, spare)
         schemes = reader.choose_schemes(quantized)
     read = reader.tensor_reader(quantized, schemes, tensor_reader(tensors))
     return reader.stored_form(quantized, schemes), read

@@ -3,6 +3,7 @@
     read_json, read_config_json             a JSON object of a file that must exist
     tensor_files, open_tensors              the tensor files of a folder, and its stored tensors by
                                             name
+    read_index                              which file holds a tensor
     check_headers                           compares names, shapes and types with the expected ones
     stored_type                             safetensors' name of a dtype
     fingerprint                             a hash that identifies a folder's tensors
@@ -19,7 +20,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -32,6 +33,8 @@ from loading.families import Family
 from loading.plain_files import one_line, short_repr
 from weights.formats import row_chunks
 
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 MAX_NAMES = 8  # tensors that an error lists; it counts the rest
 MAX_FILE_NAME = 255  # bytes, on the usual file systems
 
@@ -72,44 +75,63 @@ def read_config_json(file: Path) -> dict:
 
 
 def tensor_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: model.safetensors, or those in the index."""
-    single = folder / "model.safetensors"
-    index = folder / "model.safetensors.index.json"
-    if single.exists():
-        return [single]
+    """The safetensors files of a folder: model.safetensors, or those in the index, in the order of
+    their names."""
+    names = sorted({*read_index(folder).values()}) or [SINGLE_FILE]
+    return [folder / name for name in names]
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """Tensor -> file, by the index of a folder; empty for a folder with model.safetensors, whose
+    index other programs do not read either. ValueError for a file outside the folder."""
+    if (folder / SINGLE_FILE).exists():
+        return {}
+    index = folder / INDEX_FILE
     if not index.exists():
-        pickles = sorted([*folder.glob("*.bin"), *folder.glob("*.pth")])
-        hint = ""
-        if pickles:
-            hint = f"; {pickles[0].name} is a pickle: convert the folder to safetensors first"
-        raise ValueError(f"{folder}: neither {single.name} nor {index.name}{hint}")
+        hint = convert_hint(folder)
+        raise ValueError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: weight_map is missing or empty; fetch the file again")
     for value in weight_map.values():
-        if not is_file_name(value):
+        if not is_inner_file(value):
             raise ValueError(
-                f"{index}: weight_map has {short_repr(value)} where a file's name must stand"
+                f"{index}: weight_map has {short_repr(value)} where a file of the folder must stand"
             )
-    names = sorted({Path(name).name for name in weight_map.values()})
-    return [folder / name for name in names]
+    return weight_map
 
 
-def is_file_name(value: object) -> bool:
-    is_text = isinstance(value, str) and value.isprintable()
-    return is_text and len(Path(value).name.encode()) <= MAX_FILE_NAME
+def convert_hint(folder: Path) -> str:
+    """What to do with the weights of a folder that has neither of the usual files."""
+    shards = sorted(folder.glob("*.safetensors"))
+    if len(shards) == 1:
+        return f"; rename {shards[0].name} to {SINGLE_FILE} if it is complete"
+    if shards:
+        return f"; fetch the index, without which {shards[0].name} and the others are not read"
+    pickles = sorted([*folder.glob("*.bin"), *folder.glob("*.pth")])
+    if pickles:
+        return f"; {pickles[0].name} is a pickle: convert the folder to safetensors first"
+    return ""
+
+
+def is_inner_file(value: object) -> bool:
+    """Is it the name of a file in the folder, or in a folder inside it?"""
+    if not isinstance(value, str) or not value.isprintable():
+        return False
+    path = Path(value)
+    sizes = [len(part.encode()) for part in path.parts]
+    is_inside = not path.is_absolute() and ".." not in path.parts
+    return is_inside and 0 < max(sizes, default=0) <= MAX_FILE_NAME
 
 
 def open_tensors(files: list[Path]) -> dict[str, object]:
     """Name -> stored tensor of safetensors files, which has get_shape(), get_dtype(), and [...] or
-    [a:b] to read all of it or rows. Only headers are read."""
+    [a:b] to read all of it or rows. Only headers are read. A tensor in two files is the last
+    one's, as in transformers, so that a file can lie over others."""
     tensors = {}
     for file in files:
         reader = open_safetensors(file)
-        for name in reader.keys():  # noqa: SIM118, a reader is no dict
-            if name in tensors:
-                raise ValueError(f"{file}: {name} is in another file too; delete one of them")
-            tensors[name] = reader.get_slice(name)
+        tensors |= {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118, no dict
     return tensors
 
 
@@ -175,16 +197,26 @@ def has_separate_head(tensors: Mapping[str, object]) -> bool:
     )
 
 
-def check_headers(folder: Path, expected: dict[str, tuple], tensors: dict, tied: bool) -> None:
+def check_headers(
+    folder: Path,
+    expected: dict[str, tuple],
+    tensors: dict,
+    tied: bool,
+    spare: Collection[str] = (),
+) -> None:
     """ValueError that lists missing and unexpected tensors, and those of another shape or type than
-    expected."""
+    expected. `spare`: tensors that the folder may hold, whatever is expected."""
     absent = [name for name in expected if name not in tensors]
     # Old checkpoints store RoPE's frequencies, DSpark drafts a head that may end a draft early, and
     # some store a tied head.
     ignored = ("rotary_emb.inv_freq", "confidence_head.proj.weight", "confidence_head.proj.bias")
     if tied:
         ignored += ("lm_head.weight",)
-    extra = [name for name in tensors if name not in expected and not name.endswith(ignored)]
+    extra = [
+        name
+        for name in tensors
+        if name not in expected and name not in spare and not name.endswith(ignored)
+    ]
     wrong = []
     for name in expected.keys() & tensors.keys():
         shape, dtypes = expected[name]
@@ -196,13 +228,26 @@ def check_headers(folder: Path, expected: dict[str, tuple], tensors: dict, tied:
             wrong.append(f"{name} is of type {dtype}; {', '.join(dtypes)} can be read")
     problems = {"missing": absent, "unexpected": extra, "misshapen": wrong}
     messages = [f"{problem}: {list_names(names)}" for problem, names in problems.items() if names]
+    messages += remedies(absent, extra)
+    if messages:
+        raise ValueError(f"{folder}: the tensors do not fit config.json; {'; '.join(messages)}")
+
+
+def remedies(absent: list[str], extra: list[str]) -> list[str]:
+    """What would make missing and unexpected tensors fit, where that is known."""
+    messages = []
+    prefixed = [name for name in absent if name.removeprefix("model.") in extra]
+    if prefixed:
+        messages.append(
+            f"{len(prefixed)} of the missing ones are there without the prefix model., as a model"
+            " without its head is saved: save it with its head, or rename them"
+        )
     if absent == ["lm_head.weight"]:
         messages.append(
             "if the head shares the embedding's weights, config.json should say"
             " tie_word_embeddings: true"
         )
-    if messages:
-        raise ValueError(f"{folder}: the tensors do not fit config.json; {'; '.join(messages)}")
+    return messages
 
 
 def list_names(names: list[str]) -> str:
@@ -237,9 +282,7 @@ def save_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
 def write_index(folder: Path, files: dict[str, str]) -> None:
     """Write model.safetensors.index.json, without which a folder of shards does not load."""
     index = json.dumps({"metadata": {}, "weight_map": files}, indent=1)
-    write_atomically(
-        folder / "model.safetensors.index.json", lambda partial: partial.write_text(index)
-    )
+    write_atomically(folder / INDEX_FILE, lambda partial: partial.write_text(index))
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@ not fit is named."""
 
 import json
 import os
-import re
 import shutil
 
 import pytest
@@ -39,17 +38,6 @@ def rewrite(folder, change) -> None:
 def folder(folder_of, tmp_path):
     """A copy of a llama-3 folder that a test may break."""
     return shutil.copytree(folder_of("llama-3"), tmp_path / "model")
-
-
-def test_a_tensor_in_two_files_is_refused(folder_of, tmp_path):
-    """One of the two would be read, and nobody could tell which."""
-    folder = tmp_path / "twice"
-    oracle("qwen2").save_pretrained(folder, max_shard_size="40KB")
-    first, second, *_ = tensor_files(folder)
-    name, tensor = next(iter(load_file(first).items()))
-    save_file(load_file(second) | {name: tensor}, second)
-    with pytest.raises(ValueError, match=rf"{re.escape(name)} is in another file too"):
-        load_model(folder)
 
 
 def test_sharded_equals_single(folder_of, tmp_path):
@@ -202,6 +190,63 @@ def index_of(folder, weight_map) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
+def without_prefix(tensors) -> None:
+    """As transformers saves a model without its head."""
+    stored = dict(tensors)
+    tensors.clear()
+    tensors.update({name.removeprefix("model."): tensor for name, tensor in stored.items()})
+
+
+def two_shards(folder, weight_map, first, second) -> None:
+    """Two files of these tensors; `weight_map` need not name them all."""
+    (folder / "model.safetensors").unlink()
+    for name, tensors in (("a.safetensors", first), ("sub/b.safetensors", second)):
+        (folder / name).parent.mkdir(exist_ok=True)
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+EMBED = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("case", ["sub-folder", "overlay", "base first", "twice", "unnamed"])
+def test_an_index_is_read_as_in_transformers(folder, case):
+    from transformers import AutoModelForCausalLM
+
+    stored = load_file(folder / "model.safetensors")
+    embedding = {EMBED: stored[EMBED].flip(0)}
+    norm = {"model.norm.weight": stored.pop("model.norm.weight") + 1}
+    first = dict(stored)
+    second = norm | (embedding if case in ("overlay", "unnamed") else {})
+    index = dict.fromkeys(first, "a.safetensors") | dict.fromkeys(second, "sub/b.safetensors")
+    if case == "base first":  # the index names the file over which another lies
+        second |= embedding
+    if case == "twice":
+        second |= {EMBED: stored[EMBED]}
+    if case == "unnamed":  # needed, or left over from another model
+        del first[EMBED]
+        del index[EMBED]
+        second["left.over"] = torch.ones(2)
+    two_shards(folder, index, first, second)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    ours = load_model(folder, dtype=torch.float32)
+    assert torch.equal(ours.embed.weight, theirs[EMBED])
+    assert torch.equal(ours.norm.weight, theirs["model.norm.weight"])
+    assert torch.equal(
+        ours.layers[1].ffn.down.weight, theirs["model.layers.1.mlp.down_proj.weight"]
+    )
+
+
+def test_a_tensor_that_the_index_names_must_fit(folder):
+    stored = load_file(folder / "model.safetensors")
+    second = {"left.over": torch.ones(2)}
+    index = dict.fromkeys(stored, "a.safetensors") | dict.fromkeys(second, "sub/b.safetensors")
+    two_shards(folder, index, stored, second)
+    with pytest.raises(ValueError, match=r"unexpected: left\.over"):
+        load_model(folder)
+
+
 BROKEN = {  # what is done to the folder, what the message must name
     "no folder": (lambda f: shutil.rmtree(f), "no such folder"),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
@@ -222,7 +267,29 @@ BROKEN = {  # what is done to the folder, what the message must name
     ),
     "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "not a readable safetensors"),
     "shard missing": (lambda f: index_of(f, {"x": "b.safetensors"}), "b.safetensors: not a"),
-    "index is absolute": (lambda f: index_of(f, {"x": "/etc/passwd"}), "/model/passwd: not a"),
+    "index is absolute": (
+        lambda f: index_of(f, {"x": "/etc/passwd"}),
+        "index.json: weight_map has '/etc/passwd' where a file of the folder must stand",
+    ),
+    "index leads out": (
+        lambda f: index_of(f, {"x": "a/../../x.safetensors"}),
+        "weight_map has 'a/../../x.safetensors'",
+    ),
+    "one shard, no index": (
+        lambda f: (f / "model.safetensors").rename(f / "model-00001-of-00001.safetensors"),
+        "; rename model-00001-of-00001.safetensors to model.safetensors if",
+    ),
+    "shards, no index": (
+        lambda f: [
+            shutil.copy(f / "model.safetensors", f / "model-00001-of-00002.safetensors"),
+            (f / "model.safetensors").rename(f / "model-00002-of-00002.safetensors"),
+        ],
+        "; fetch the index, without which model-00001-of-00002.safetensors and the others",
+    ),
+    "names without a prefix": (
+        lambda f: rewrite(f, without_prefix),
+        " of the missing ones are there without the prefix model.",
+    ),
     "index is empty": (lambda f: index_of(f, {}), "weight_map"),
 }
 
