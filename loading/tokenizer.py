@@ -23,7 +23,13 @@ from loading.chat_messages import join_parts, message_forms, render_complete
 from loading.chat_templates import ChatTemplate, load_chat_template, read_chat_template
 from loading.plain_files import error_prefix, file_exists, is_gguf, plain_file
 from loading.tokenizers.base import APART, Runtime, library_errors
-from loading.tokenizers.ranks import RanksRuntime, has_ranks, read_tekken, read_tiktoken
+from loading.tokenizers.ranks import (
+    HUNYUAN_FILE,
+    RanksRuntime,
+    has_ranks,
+    read_tekken,
+    read_tiktoken,
+)
 from loading.tokenizers.sentencepiece_model import SentencePieceRuntime
 from loading.tokenizers.settings import TokenizerSettings
 from loading.tokenizers.tokenizer_json import TokenizersRuntime
@@ -31,6 +37,7 @@ from loading.tokenizers.tokenizer_json import TokenizersRuntime
 FILES = (
     "tokenizer*",
     "tekken.json",
+    HUNYUAN_FILE,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -254,20 +261,23 @@ def load_folder(folder: Path, chat_template: str | Path | None = None) -> Tokeni
 
 
 def open_runtime(folder: Path, settings: TokenizerSettings) -> Runtime:
-    """The vocabulary in tokenizer.json, tokenizer.model (sentencepiece or tiktoken, by content) or
-    tekken.json. As in transformers, the first of these that a folder has is read."""
+    """The vocabulary in tokenizer.json, tokenizer.model (sentencepiece or tiktoken, by content),
+    tekken.json or hy.tiktoken. As in transformers, the first of these that a folder has is read."""
     fast = folder / "tokenizer.json"
     model = folder / "tokenizer.model"
     tekken = folder / "tekken.json"
+    hunyuan = folder / HUNYUAN_FILE
     if file_exists(fast):
         return TokenizersRuntime(plain_file(fast), settings)
     if file_exists(model):
         plain_file(model)
         if has_ranks(model):
-            return RanksRuntime(model, read_tiktoken(model), settings)
+            return RanksRuntime(model, read_tiktoken(model, settings), settings)
         return SentencePieceRuntime(model, settings)
     if file_exists(tekken):
         return RanksRuntime(tekken, read_tekken(tekken), settings)
+    if file_exists(hunyuan):
+        return RanksRuntime(plain_file(hunyuan), read_tiktoken(hunyuan, settings), settings)
     raise ValueError(f"{folder}: neither tokenizer.model nor tokenizer.json, nor tekken.json")
 
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_chat_templates import CONVERSATIONS
 
-from loading.tokenizer import load_tokenizer
+from loading.tokenizer import copy_files, load_tokenizer
 from loading.tokenizers.ranks import LLAMA3_PATTERN
 from loading.tokenizers.tokenizer_json import TokenizersRuntime
 
@@ -246,6 +246,69 @@ def test_llama_3s_special_tokens(tiktoken_folder):
     assert specials["<|reserved_special_token_246|>"] == first + 255
 
 
+@pytest.mark.parametrize(
+    ("file", "settings", "config"),
+    [
+        ("hy.tiktoken", {"tokenizer_class": "HYTokenizer", "eos_token": "<|eos|>"}, None),
+        ("hy.tiktoken", None, None),
+        ("tokenizer.model", {"tokenizer_class": "HYTokenizer"}, {"model_type": "hunyuan"}),
+        ("tokenizer.model", None, {"model_type": "hunyuan_v1_moe"}),
+    ],
+)
+def test_hunyuans_ranks_are_split_as_hunyuan_does(
+    file, settings, config, tiktoken_folder, tmp_path
+):
+    """By the pattern and the special tokens of its tokenization_hy.py, whatever the file is
+    called: each digit is a token, a text is normalized, and no BOS is put in front."""
+    import tiktoken
+
+    folder, tokens = tiktoken_folder
+    shutil.copy(folder / "tokenizer.model", tmp_path / file)
+    for name, values in (("tokenizer_config.json", settings), ("config.json", config)):
+        if values is not None:
+            (tmp_path / name).write_text(json.dumps(values))
+    tokenizer = load_tokenizer(tmp_path)
+    first = len(tokens)
+    names = ["endoftext", "startoftext", "bos", "eos", "pad", *(f"extra_{i}" for i in range(205))]
+    specials = {f"<|{name}|>": id for id, name in enumerate(names, first)}
+    assert tokenizer.specials == specials and tokenizer.vocab_size == first + 210
+    own = tiktoken.Encoding(
+        "own",
+        pat_str=r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        mergeable_ranks={t: i for i, t in enumerate(tokens)},
+        special_tokens=specials,
+    )
+    for text in [*TEXTS, "the cat 1234", "<|eos|> and <|extra_0|> are text", "cafe\u0301"]:
+        normalized = unicodedata.normalize("NFC", text)
+        assert tokenizer.encode(text) == own.encode_ordinary(normalized)
+    assert tokenizer.encode("12") == [*b"12"]
+    assert tokenizer.parse("<|startoftext|>the<|extra_0|>") == own.encode(
+        "<|startoftext|>the<|extra_0|>", allowed_special="all"
+    )
+    assert {first, first + 3} <= tokenizer.stop_ids
+    (tmp_path / "copy").mkdir()
+    copy_files(tmp_path, tmp_path / "copy")
+    assert (tmp_path / "copy" / file).exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "config"),
+    [
+        ({"tokenizer_class": "QWenTokenizer"}, {}),
+        ({"tokenizer_class": "TikTokenTokenizer"}, {"model_type": "kimi_k2"}),
+        ({}, {"model_type": "qwen2"}),
+    ],
+)
+def test_ranks_of_another_model_are_refused(settings, config, tiktoken_folder, tmp_path):
+    """The pattern that splits a text is not in the file: it comes from the settings."""
+    folder = shutil.copytree(tiktoken_folder[0], tmp_path / "m")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"tokenizer\.model: ranks of tiktoken, which do not say"):
+        load_tokenizer(folder)
+
+
 @pytest.mark.attack
 def test_a_megabyte_encodes_in_bounded_time(tiktoken_folder, sp_folder, json_folder):
     """Without a space, and of spaces alone: tiktoken's own regular expression overflows on
@@ -416,7 +479,7 @@ def test_special_names_that_overlap_in_a_message_stay_text(json_folder, tmp_path
 
 HOSTILE = """
 import sys
-from loading.tokenizer import load_tokenizer
+from loading.tokenizer import copy_files, load_tokenizer
 content = "cat <s> \ufdd0\ufdd1\ufdd1\ufdd0\ufdd0 xxx" * 9
 ids = load_tokenizer(sys.argv[1]).chat([{"role": "user", "content": content}])
 print(len(ids) < 10_000)

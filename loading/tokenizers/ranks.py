@@ -1,7 +1,8 @@
 """Vocabularies of tiktoken: bytes with ranks, and a pattern that splits a text.
 
 RanksRuntime        the runtime of both formats
-read_tiktoken       Llama 3's tokenizer.model, a token in base64 and its rank a line
+read_tiktoken       Llama 3's tokenizer.model or Hunyuan's hy.tiktoken, a token in base64 and its
+                    rank a line
 read_tekken         Mistral's tekken.json
 has_ranks           whether a file is such a tokenizer.model
 """
@@ -9,6 +10,7 @@ has_ranks           whether a file is such a tokenizer.model
 import base64
 import itertools
 import re
+import unicodedata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +18,7 @@ import tiktoken
 
 from loading.plain_files import read_json
 from loading.tokenizers.base import APART, Runtime, library_errors
-from loading.tokenizers.settings import TokenizerSettings
+from loading.tokenizers.settings import LLAMA_CLASSES, TokenizerSettings
 
 # Llama 3's split pattern and special tokens, as published with the reference code of 3.1. The ids
 # follow the ranks. Llama 3.0 has reserved names for four of them, which it never writes.
@@ -35,6 +37,14 @@ LLAMA3_NAMES = {
     9: "eot_id",
     10: "python_tag",
 }
+
+# Hunyuan's split pattern and special tokens, as in the tokenization_hy.py of its folders: single
+# digits, and other names behind the ranks.
+HUNYUAN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
+HUNYUAN_NAMES = ["endoftext", "startoftext", "bos", "eos", "pad"]
+HUNYUAN_NAMES += [f"extra_{number}" for number in range(205)]
+HUNYUAN_FILE = "hy.tiktoken"
+FAST_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # of any model
 
 # Mistral's split pattern, the same in every tekken.json, and the special tokens of files before
 # version 11, which have no names for them.
@@ -66,6 +76,8 @@ class Ranks(NamedTuple):
     specials: dict[str, int]
     bos_name: str
     eos_name: str
+    adds_bos: bool = True  # where the settings do not say it
+    normal_form: str | None = None  # of Unicode, that a text is brought into
 
 
 class RanksRuntime(Runtime):
@@ -85,7 +97,8 @@ class RanksRuntime(Runtime):
             specials.get(settings.name("eos_token") or ranks.eos_name),
             literals_are_raw=True,
         )
-        self.add_bos = settings.adds_bos()
+        self.add_bos = settings.adds_bos(ranks.adds_bos)
+        self._normal_form = ranks.normal_form
         self._bytes = {id: token for token, id in ids.items()}
         self._apart_id = vocab_size
         self._encoding = tiktoken.Encoding(
@@ -99,6 +112,8 @@ class RanksRuntime(Runtime):
         names = {*self.literals}
         if parse_special:
             names.update(self.specials, [APART])
+        if self._normal_form:
+            text = unicodedata.normalize(self._normal_form, text)
         # tiktoken's regular expression overflows on a million spaces, so long runs are split first.
         parts = re.split(r"(\s{50000})", text)
         ids = []
@@ -121,10 +136,33 @@ def has_ranks(file: Path) -> bool:
         return re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\s*", stream.readline(4096)) is not None
 
 
-def read_tiktoken(file: Path) -> Ranks:
+def is_hunyuan(file: Path, settings: TokenizerSettings) -> bool:
+    """Are these ranks Hunyuan's, and not Llama 3's? ValueError for settings of another model: the
+    file does not say how its texts are split."""
+    tokenizer_class = settings.get("tokenizer_class")
+    model_type = settings.config.get("model_type")
+    classes = (None, *LLAMA_CLASSES, *FAST_CLASSES)
+    if tokenizer_class == "HYTokenizer" or str(model_type).startswith("hunyuan"):
+        return True
+    if file.name == HUNYUAN_FILE:
+        return True
+    if model_type not in (None, "llama") or tokenizer_class not in classes:
+        raise ValueError(
+            f"{file}: ranks of tiktoken, which do not say how a text is split, for tokenizer_class"
+            f" = {tokenizer_class!r:.60} and model_type = {model_type!r:.60}; supported: those of"
+            " Llama 3 and Hunyuan; add the model's tokenizer.json"
+        )
+    return False
+
+
+def read_tiktoken(file: Path, settings: TokenizerSettings) -> Ranks:
+    has_hunyuan_names = is_hunyuan(file, settings)
     with library_errors(file, "not a list of tiktoken ranks"):
         lines = [line.split() for line in file.read_bytes().splitlines() if line]
         pairs = [(base64.b64decode(token, validate=True), int(rank)) for token, rank in lines]
+    if has_hunyuan_names:
+        specials = {f"<|{name}|>": id for id, name in enumerate(HUNYUAN_NAMES, len(pairs))}
+        return Ranks(HUNYUAN_PATTERN, pairs, 0, specials, "", "<|eos|>", False, "NFC")
     reserved = (f"reserved_special_token_{number}" for number in itertools.count())
     names = [f"<|{LLAMA3_NAMES.get(index) or next(reserved)}|>" for index in range(256)]
     specials = {name: id for id, name in enumerate(names, len(pairs))}

@@ -69,9 +69,9 @@ class TokenizerSettings:
         """The variables of a chat template that name special tokens, such as bos_token."""
         return {key: token.content for key, token in self.token_by_key.items()}
 
-    def adds_bos(self) -> bool:
+    def adds_bos(self, default: bool = True) -> bool:
         """Is BOS put in front of a text, where no other file decides it?"""
-        return bool(self.values.get("add_bos_token", True))
+        return bool(self.values.get("add_bos_token", default))
 
     def added_ids(self, special: bool) -> dict[str, int]:
         """Name -> id of the added tokens that are special, or of the others."""
