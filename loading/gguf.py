@@ -14,6 +14,7 @@ dequantizes the types that no scheme of ours holds.
 import collections
 import contextlib
 import functools
+import itertools
 import math
 import re
 import struct
@@ -30,7 +31,7 @@ from torch import Tensor
 import loading.weight_names as weight_names
 from loading.families import FAMILIES
 from loading.plain_files import GGUF_MAGIC, error_prefix, one_line
-from loading.quantization import StoredForm
+from loading.quantization import StoredForm, split_schemes
 from model import Transformer
 from weights.formats import dequantize_tensor, row_chunks
 from weights.walker import named_linears
@@ -484,17 +485,18 @@ def experts_of(hf_name: str, stack: Blocks) -> dict[str, Blocks]:
 
 
 def stored_form(model: Transformer, tensors: Mapping[str, Blocks]) -> StoredForm:
-    """A scheme for each matrix whose tensors one scheme holds, and a note on the others."""
+    """A scheme for each matrix whose tensors one scheme holds, or for each source of a fused one,
+    and a note on the others."""
     config = model.config
     schemes = {}
     quantized = set()
     for name, _ in named_linears(model):
         module = "embed" if name == "lm_head" and config.tie_embeddings else name
         sources = weight_names.sources(config.family, f"{module}.weight")
-        scheme = tensors[sources[0]].stored_type.scheme
-        if scheme and all(tensors[source].stored_type.scheme == scheme for source in sources):
-            schemes[name] = scheme
-            quantized.update(sources)
+        source_schemes = [tensors[source].stored_type.scheme for source in sources]
+        if scheme_by_part := split_schemes(name, source_schemes):
+            schemes |= scheme_by_part
+            quantized.update(itertools.compress(sources, source_schemes))
     plain_types = collections.Counter()
     for source, blocks in tensors.items():
         if source not in quantized and blocks.stored_type.dtype is None:

@@ -31,9 +31,10 @@ from tp import (
     shard,
     shard_spec,
     shrink_to_shard,
+    source_rows,
 )
 from weights import formats, walker
-from weights.linears import QuantizedLinear
+from weights.linears import LinearParts, QuantizedLinear
 from weights.schemes import check_head
 
 DTYPES = ("BF16", "F16", "F32", "F64")  # stored types that weights can be read from
@@ -67,8 +68,9 @@ def empty_model(
     """A Transformer, or one rank's shard of it, on the meta device: shapes without memory.
 
     `scheme` is that of the blocks' Linears, `head_scheme` that of lm_head; `overrides` has the
-    schemes of Linears that differ ({"layers.3.ffn.down": None}). ValueError for a head without a
-    scheme, and for inputs that do not divide.
+    schemes of Linears that differ ({"layers.3.ffn.down": None}), or of single sources of a fused
+    one ({"layers.3.attention.qkv.0": "q4_k"}). ValueError for a head without a scheme, and for
+    inputs that do not divide.
     """
     check_head(head_scheme, scheme)
     with torch.device("meta"):
@@ -78,6 +80,10 @@ def empty_model(
                 if name.endswith((".selection_bias", ".router.weight")):
                     parameter.data = parameter.data.float()  # as in transformers and vLLM
     shrink_to_shard(model, ranks)
+    for name in sorted({name.rpartition(".")[0] for name in overrides if name[-1].isdigit()}):
+        linear = model.get_submodule(name)
+        rows = source_rows(shard_spec(name), linear.out_features, config, ranks)
+        model.set_submodule(name, LinearParts.empty_like(linear, rows))
 
     def empty(name: str, linear: nn.Module) -> QuantizedLinear | None:
         target_scheme = overrides.get(name, head_scheme if name == "lm_head" else scheme)

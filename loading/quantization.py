@@ -3,11 +3,12 @@
 StoredForm          schemes, of all matrices or of single ones, and notes for the user
 read_stored_form    the form that our own config.json names
 resolve_schemes     the schemes of the loaded model
+split_schemes       one scheme of a fused matrix, or one for each of its sources
 max_group           the largest number of inputs that share a scale
 """
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -78,6 +79,19 @@ def resolve_schemes(
         name: x for name, x in form.overrides.items() if x is None or requested[name] in (None, x)
     }
     return scheme, head_scheme, overrides
+
+
+def split_schemes(name: str, source_schemes: Sequence[str | None]) -> dict[str, str]:
+    """The overrides of a matrix, by the schemes of the sources that are fused in it (None: plain):
+    one scheme, or one for each source where they differ. Experts, whose kernels take all of them
+    at once, have none then."""
+    if len({*source_schemes}) == 1:
+        scheme_by_part = {name: source_schemes[0]}
+    elif "experts" in name:
+        scheme_by_part = {}
+    else:
+        scheme_by_part = {f"{name}.{i}": scheme for i, scheme in enumerate(source_schemes)}
+    return {part: scheme for part, scheme in scheme_by_part.items() if scheme}
 
 
 def max_group(

@@ -37,8 +37,11 @@ INNER = {
 
 def sources(family: str, name: str) -> list[str]:
     """Hugging Face tensor names behind one parameter: 'layers.3.ffn.gate_up.weight' -> gate's and
-    up's."""
+    up's. 'layers.3.ffn.gate_up.1.weight', of a fused matrix in parts, -> up's."""
     module, part = name.rsplit(".", 1)
+    fused, _, number = module.rpartition(".")
+    if number.isdigit():
+        return [sources(family, f"{fused}.{part}")[int(number)]]
     if module in OUTER:
         return [f"{source}.{part}" for source in OUTER[module]]
     _, layer, module = module.split(".", 2)

@@ -330,7 +330,9 @@ def sources(name: str) -> list[str]:
     if not name.startswith("layers."):
         return [{"lm_head": "output.weight", "embed": "token_embd.weight"}[name]]
     _, layer, module = name.split(".", 2)
-    return [f"blk.{layer}.{source}.weight" for source in STACKED[module]]
+    fused, _, number = module.rpartition(".")
+    names = [STACKED[fused][int(number)]] if number.isdigit() else STACKED[module]
+    return [f"blk.{layer}.{source}.weight" for source in names]
 
 
 def same(a, b) -> bool:
@@ -604,18 +606,19 @@ def test_merged_experts_keep_their_bits(kind, family, tmp_path):
 
 
 def test_matrices_of_several_types(tmp_path, capsys):
-    """One that is stacked of several types has no scheme; nothing is lost, and the line says what
-    is unpacked."""
+    """Each source of one that is fused of several types has its own scheme; nothing is lost or
+    unpacked."""
     file = write(tmp_path / "m.gguf", types=mixed)
     model, want = load_model(file, dtype=torch.float32, pack=False), weights_of(file, LLAMA_HEADS)
     schemes = {name: getattr(linear, "scheme", None) for name, linear in named_linears(model)}
-    assert schemes["layers.0.attention.qkv"] is None and schemes["layers.1.attention.qkv"] == "q4_1"
+    parts = [schemes[f"layers.0.attention.qkv.{number}"] for number in range(3)]
+    assert parts == ["q4_1", "q4_1", "q8_0"] and schemes["layers.1.attention.qkv"] == "q4_1"
     names = ("layers.0.ffn.down", "layers.0.ffn.gate_up", "lm_head")
     assert [schemes[name] for name in names] == ["q8_0", "q4_1", "q8_0"]
     for name, linear in named_linears(model):
         got = linear.dequantized(torch.float32) if schemes[name] else linear.weight
         assert torch.equal(got, torch.cat([want[source] for source in sources(name)])), name
-    assert f"{LOOSE}: 4 in Q4_0, 2 in Q8_0" in capsys.readouterr().err
+    assert LOOSE not in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"no folder holds such a model.*q4_1 and q8_0"):
         save_model(model, tmp_path / "again", {})
     assert not (tmp_path / "again").exists()
@@ -682,9 +685,9 @@ def test_other_types_are_unpacked(tmp_path, capsys, monkeypatch):
     for name, linear in named_linears(model):
         got = linear.dequantized(torch.float32) if hasattr(linear, "scheme") else linear.weight
         assert torch.equal(got, torch.cat([want[source] for source in sources(name)])), name
-    # out and gate_up; qkv has Q6_K too
-    assert [linear.scheme for linear in quantized_linears(model)] == ["q4_k"] * 2
-    assert f"k.gguf: {LOOSE}: 3 in Q4_K, 3 in Q6_K" in capsys.readouterr().err
+    # q, k, out and gate_up
+    assert [linear.scheme for linear in quantized_linears(model)] == ["q4_k"] * 4
+    assert f"k.gguf: {LOOSE}: 1 in Q4_K, 3 in Q6_K" in capsys.readouterr().err
     assert {
         linear.scheme for linear in quantized_linears(load_model(file, quantize="int4-g32"))
     } == {"int4-g32"}
@@ -698,10 +701,58 @@ def test_other_types_are_unpacked(tmp_path, capsys, monkeypatch):
     ours.stored_type.cache_clear()
 
 
-def test_pieces_of_two_ranks_are_slices(tmp_path):
+def mixed_types(name: str) -> str:
+    """A type of its own for v, and plain weights for up, as in files of mixed types."""
+    return {"attn_v": "Q8_0", "ffn_up": "F16"}.get(name.split(".")[-2], "Q4_1")
+
+
+@pytest.mark.parametrize("family", ["llama-3", "qwen2.5-yarn"])  # with biases
+def test_a_fused_matrix_of_unlike_types_keeps_them(family, tmp_path):
+    file = write(tmp_path / "m.gguf", family, mixed_types)
+    model = load_model(file, dtype=torch.float32, pack=False)
+    heads = {} if family.startswith("qwen") else LLAMA_HEADS
+    want = weights_of(file, heads)
+    for layer in model.layers:
+        qkv = layer.attention.qkv
+        gate_up = layer.ffn.gate_up
+        assert [linear.scheme for linear in qkv] == ["q4_1", "q4_1", "q8_0"]
+        assert [getattr(linear, "scheme", None) for linear in gate_up] == ["q4_1", None]
+        assert layer.ffn.down.scheme == "q4_1"
+    for name, linear in named_linears(model):
+        got = linear.dequantized(torch.float32) if hasattr(linear, "scheme") else linear.weight
+        assert torch.equal(got, torch.cat([want[source] for source in sources(name)])), name
+    config, _, read = checkpoint.Checkpoint(file).weights
+    plain = models.allocate(models.empty_model(config, torch.float32), "cpu")
+    models.load_parameters(plain, [name for name, _ in plain.named_parameters()], read)
+    expected = plain(*TOKENS)
+    assert torch.allclose(model(*TOKENS), expected, atol=1e-5 * expected.abs().max().item())
+    packed = load_model(file, dtype=torch.float32)
+    assert torch.allclose(packed(*TOKENS), expected, atol=0.02 * expected.abs().max().item())
+    # Another scheme is that of all sources, in one matrix.
+    requantized = load_model(file, quantize="int8", pack=False)
+    assert requantized.layers[0].attention.qkv.scheme == "int8"
+
+
+def test_a_fused_matrix_in_parts_is_saved_and_loaded(tmp_path):
+    """Whose sources are in one scheme of ours, or plain."""
+
+    def types(name: str) -> str:
+        return "F32" if "attn_k" in name or "ffn_up" in name else "Q4_1"
+
+    file = write(tmp_path / "m.gguf", types=types)
+    model = load_model(file, dtype=torch.float32, pack=False)
+    save_model(model, tmp_path / "again", checkpoint.Checkpoint(file).hf)
+    again = load_model(tmp_path / "again", dtype=torch.float32, pack=False)
+    assert same(model, again)
+    schemes = [getattr(linear, "scheme", None) for linear in again.layers[1].attention.qkv]
+    assert schemes == ["q4_1", None, "q4_1"]
+
+
+@pytest.mark.parametrize("types", ["Q4_1", mixed_types])
+def test_pieces_of_two_ranks_are_slices(types, tmp_path):
     """Rows of q, k, v, gate and up, columns of o and down, in the quantized form."""
     with changed_family("llama-3", intermediate_size=128, vocab_size=132) as family:
-        file = write(tmp_path / "m.gguf", family, "Q4_1")
+        file = write(tmp_path / "m.gguf", family, types)
     want = weights_of(file, LLAMA_HEADS)
     config, form, read = checkpoint.Checkpoint(file).weights
     for rank in range(2):
@@ -715,7 +766,8 @@ def test_pieces_of_two_ranks_are_slices(tmp_path):
         for name, linear in named_linears(model):
             cut = 1 if name.endswith(("attention.out", "ffn.down")) else 0
             parts = [want[source].chunk(2, cut)[rank] for source in sources(name)]
-            assert torch.equal(linear.dequantized(torch.float32), torch.cat(parts)), name
+            got = linear.dequantized(torch.float32) if hasattr(linear, "scheme") else linear.weight
+            assert torch.equal(got, torch.cat(parts)), name
 
 
 def test_a_split_file_is_one(tmp_path, folder_of):

@@ -266,17 +266,21 @@ def test_modules_may_have_settings_of_their_own(tmp_path, capsys):
     assert_holds(model, weights)
     schemes = {name: getattr(linear, "scheme", None) for name, linear in named_linears(model)}
     assert schemes == {
-        "layers.0.attention.qkv": None,
+        "layers.0.attention.qkv.0": "mlx4-g128",
+        "layers.0.attention.qkv.1": "mlx4-g128",
+        "layers.0.attention.qkv.2": "mlx6-g64",
         "layers.0.attention.out": None,
         "layers.0.ffn.gate_up": "mlx4-g128",
         "layers.0.ffn.down": "mlx8-g64",
-        "layers.1.attention.qkv": None,
+        "layers.1.attention.qkv.0": "mxfp4",
+        "layers.1.attention.qkv.1": "mlx4-g128",
+        "layers.1.attention.qkv.2": "mlx4-g128",
         "layers.1.attention.out": "mlx4-g64",
         "layers.1.ffn.gate_up": "mlx4-g128",
         "layers.1.ffn.down": "mlx4-g32",
         "lm_head": "mlx4-g64",
     }
-    assert "2 matrices whose parts have several schemes load as plain" in capsys.readouterr().err
+    assert "load as plain" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@
     QuantizedEmbedding                   rows of a tied, quantized head
     FusedLinear                          plain weights on a GPU
     PackedLinear                         plain weights in a CPU kernel's layout
+    LinearParts                          a fused matrix whose sources are stored in unlike forms
 
 Stored parts are the same for every device. Packed forms depend on the device and are never sharded
 or saved.
@@ -67,6 +68,33 @@ class RowsLinear(nn.Module):
     def is_fused(self, x: Tensor) -> bool:
         """Does `product` of x (M, in) leave everything to a GPU's compiler?"""
         return False
+
+
+class LinearParts(nn.ModuleList):
+    """A fused matrix, such as q, k and v, whose sources are stored in unlike forms: a Linear for
+    each of them, whose outputs are joined."""
+
+    @classmethod
+    def empty_like(cls, linear: nn.Linear, rows: list[int]) -> "LinearParts":
+        """Plain Linears of these numbers of outputs, without initial values, that replace
+        `linear`."""
+        options = {
+            "bias": linear.bias is not None,
+            "device": linear.weight.device,
+            "dtype": linear.weight.dtype,
+        }
+        return cls(type(linear)(linear.in_features, count, **options) for count in rows)
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.out_features for part in self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat(self.halves(x), dim=-1)
+
+    def halves(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The outputs of each part; of gate and up `model.Linear.halves`."""
+        return tuple(part(x) for part in self)
 
 
 class QuantizedLinear(RowsLinear):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from loading.plain_files import error_prefix
-from loading.quantization import StoredForm
+from loading.quantization import StoredForm, split_schemes
 from loading.quantized.detection import Layouts
 from loading.quantized.layouts import Matrix
 from weights.formats import FORMATS, Fp8, Int8, dequantize_tensor
@@ -114,13 +114,14 @@ def choose_schemes(quantized: QuantizedMatrices) -> dict:
 
 
 def exact_schemes(stacks: dict, schemes: dict) -> dict[str, str]:
-    """Name -> the scheme that holds all parts of its stack exactly, where there is one."""
+    """Name -> the scheme that holds its stack exactly, or that of each of its sources."""
     exact = {}
     for name, stack in stacks.items():
-        results = {schemes[m.layout] for m in stack}
-        scheme, reason = results.pop()
-        if not reason and not results:
-            exact[name] = scheme
+        results = [schemes[m.layout] for m in stack]
+        # A stack with plain matrices lacks those, and its numbers would be wrong.
+        is_complete = len({*results}) == 1 or not stack[0].layout.stacks_with_plain
+        if is_complete and not any(reason for _, reason in results):
+            exact |= split_schemes(name, [scheme for scheme, _ in results])
     return exact
 
 
@@ -131,7 +132,7 @@ def stored_form(quantized: QuantizedMatrices, schemes: dict) -> StoredForm:
     stacks = {name: stack for name, stack in quantized.stacks.items() if stack}
     unquantized = dict.fromkeys(quantized.stacks.keys() - stacks.keys() - {"lm_head"})
     exact = exact_schemes(stacks, schemes)
-    num_plain = len(stacks) - len(exact)
+    num_plain = sum(name not in exact and f"{name}.0" not in exact for name in stacks)
     names = {*exact.values()}
     if num_plain == 0 and len(names) == 1:
         return StoredForm(names.pop(), exact.get("lm_head"), unquantized, notes=tuple(notes))
