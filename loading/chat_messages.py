@@ -190,22 +190,25 @@ def render_complete(
     render: Callable[[list[dict]], str], forms: Iterable[list[dict]], roles: Sequence[str] = ()
 ) -> str:
     """The text of the first form that the template renders and of which it leaves nothing out.
-    Without one, the ValueError of the last form. `roles`: those that the template mentions,
-    for the message."""
+    Without one, ValueError: what it leaves out of the last form that it renders, or why it refuses
+    the last form of all. `roles`: those that the template mentions, for the message."""
+    loss = None
     for messages in forms:
         try:
             text = render(messages)
-            check_complete(render, messages, roles)
-            return text
         except ValueError as error:
-            last_error = error
-    raise last_error
+            refusal = error
+            continue
+        loss = find_loss(render, messages, roles)
+        if loss is None:
+            return text
+    raise refusal if loss is None else ValueError(loss)
 
 
-def check_complete(
+def find_loss(
     render: Callable[[list[dict]], str], messages: list[dict], roles: Sequence[str]
-) -> None:
-    """ValueError for the first part of the conversation that the template leaves out; none for a
+) -> str | None:
+    """The first part of the conversation that the template leaves out, described; None for a
     template that refuses the marks. If it drops content from an earlier answer and keeps it in a
     last one, the content is taken for a thought: gpt-oss's template does so with the content beside
     tool calls."""
@@ -220,7 +223,7 @@ def check_complete(
     marked = [marker.mark_message(index, message) for index, message in enumerate(messages)]
     text = render_or_none(marked)
     if text is None:
-        return
+        return None
     written = set(MARK.findall(text))  # one look at the text, however many marks there are
     are_thoughts: dict[bool, bool] = {}  # by whether the answers have tool calls
     for mark in marker.marks:
@@ -233,7 +236,8 @@ def check_complete(
             are_thoughts[has_calls] = mark.text in last_text
         is_answer = mark.part == CONTENT and message.get("role") == "assistant"
         if not is_answer or not are_thoughts[has_calls]:
-            raise ValueError(describe_loss(mark, message, roles))
+            return describe_loss(mark, message, roles)
+    return None
 
 
 def describe_loss(mark: Mark, message: dict, roles: Sequence[str]) -> str:

@@ -5,7 +5,8 @@ import shutil
 
 import pytest
 
-from loading.chat_messages import check_complete
+from loading.chat_messages import find_loss
+from loading.chat_templates import ChatTemplate
 from loading.tokenizer import copy_files, load_tokenizer
 
 # Each family's format, in the constructs that its template uses: loops, trims, namespaces, raised
@@ -291,6 +292,43 @@ def test_a_template_for_tools_is_taken_with_tools(form, sp_folder, tmp_path):
             assert tokenizer.chat(messages, tools=tools, add_generation_prompt=False) == want
 
 
+# How templates that know no tools join a message, in the words of Qwen2's, Phi-3.5's and
+# Granite 3.3's.
+JOINED = {
+    "qwen2": "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}",
+    "phi-3.5": "{% if m['role'] == 'user' %}{{ '<|user|>' + m['content'] }}"
+    "{% elif m['role'] == 'assistant' %}{{ '<|assistant|>' + m['content'] }}{% endif %}",
+    "granite-3.3": "{% if m['role'] == 'user' %}{{ 'user' + m['content'] }}"
+    "{% else %}{{ m['role'] + m['content'] }}{% endif %}",
+}
+
+
+@pytest.mark.parametrize("content", [{"content": ""}, {"content": None}, {}])
+@pytest.mark.parametrize("name", JOINED)
+def test_calls_that_a_template_drops_are_what_the_message_says(name, content, sp_folder):
+    """Whichever forms of the messages it refuses: jinja's "can only concatenate str" says
+    nothing."""
+    call = {"type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "the time"},
+        {"role": "assistant", "tool_calls": [call], **content},
+        {"role": "tool", "content": "noon"},
+    ]
+    tokenizer = load_tokenizer(sp_folder)
+    source = f"{{% for m in messages %}}{JOINED[name]}{{% endfor %}}"
+    tokenizer.template = ChatTemplate(source, {})
+    with pytest.raises(ValueError, match="the chat template leaves out its tool_calls") as error:
+        tokenizer.chat(messages)
+    assert str(error.value).startswith("messages[1], role 'assistant': ")
+
+
+def test_a_template_that_refuses_every_form_says_why(sp_folder):
+    tokenizer = load_tokenizer(sp_folder)
+    tokenizer.template = ChatTemplate("{{ raise_exception('no calls here') }}", {})
+    with pytest.raises(ValueError, match="refused the messages: no calls here"):
+        tokenizer.chat([{"role": "user", "content": "the time"}])
+
+
 def test_a_processors_template_is_read_where_the_tokenizer_has_none(sp_folder, tmp_path):
     """mistral3 folders hold it in chat_template.json, which transformers' processor reads."""
     folder = shutil.copytree(sp_folder, tmp_path / "m")
@@ -336,7 +374,7 @@ def test_however_many_messages_there_are_their_text_is_searched_once():
         return Text("".join(message["content"] for message in messages if "drop" not in message))
 
     messages = [{"role": "user", "content": "71839265" * n} for n in range(50)]
-    check_complete(render, messages[1:], ())
+    assert find_loss(render, messages[1:], ()) is None
     assert searches == []
-    with pytest.raises(ValueError, match=r"messages\[7\], role 'user': .* leaves out its content"):
-        check_complete(render, [*messages[1:8], {**messages[9], "drop": True}], ())
+    loss = find_loss(render, [*messages[1:8], {**messages[9], "drop": True}], ())
+    assert loss.startswith("messages[7], role 'user': ") and "leaves out its content" in loss

@@ -266,6 +266,7 @@ def test_templates_write_what_they_write_in_transformers(name, models, tokenizer
         try:
             ids = tokenizer.chat(messages, **settings)
         except ValueError as refusal:
+            assert re.search("leaves out|does not mention tools|does not read", str(refusal))
             shorter = without_a_part(messages, settings)
             assert any(rendered(source, part, **rest, **names) == text for part, rest in shorter), (
                 refusal
