@@ -1,18 +1,20 @@
 """DFlash (arXiv:2602.06036): a few layers over the target's hidden states draw a block of tokens in
 one pass.
 
-    DFlash          settings of config.json that a Qwen3 model does not have, in two layouts:
-                    z-lab's (github.com/z-lab/dflash), and DeepSpec's, with DSpark's Markov head
+    DFlash          settings of config.json that a Qwen3 model does not have, in three layouts:
+                    z-lab's (github.com/z-lab/dflash), speculators'
+                    (github.com/vllm-project/speculators), and DeepSpec's, with DSpark's Markov head
                     (arXiv:2607.05147, github.com/deepseek-ai/DeepSpec)
     DFlashModel     the target's hidden states -> keys and values of decided tokens; a block ->
                     hidden states
     DFlashDraft     runs a block of the last decided token and masks. In z-lab's layout the i-th
-                    mask draws token i, in DeepSpec's the last token draws token 1
+                    mask draws token i, in DeepSpec's the last token draws token 1, and in
+                    speculators' config.json says which
     check           reads a published folder's config.json
 
-A draft in z-lab's layout uses the embedding and the head of its target. q_i depends on no drafted
-token, or with a Markov head on the one before it, which is drawn first, so rejection sampling
-applies unchanged.
+A draft uses the embedding and the head of its target where its folder stores none. q_i depends on
+no drafted token, or with a Markov head on the one before it, which is drawn first, so rejection
+sampling applies unchanged.
 """
 
 from collections.abc import Callable
@@ -25,12 +27,13 @@ from drafts.hidden_states import (
     HiddenStateDraft,
     HiddenStateModel,
     check_target,
+    layer_config,
     loader,
     read_layer_ids,
 )
 from drafts.vocabulary import read_token_id
 from loading.checkpoint import Checkpoint
-from loading.config import Section, config_from_hf
+from loading.config import Section
 from model import Caches, Config, Linear, RMSNorm, apply_rope
 from speculative import ParallelDraft
 
@@ -43,8 +46,9 @@ class DFlash(NamedTuple):
     block_size: int  # tokens of a block, the last decided one included
     mask: int  # the id of the mask token
     target_layer_ids: tuple[int, ...]  # the target's layers whose outputs go into `fc`
-    is_deepspec: bool = False  # the last decided token draws too; own embedding and head
+    is_deepspec: bool = False  # the last decided token draws too
     markov_rank: int = 0  # of the Markov head; 0: there is none
+    vocab_size: int = 0  # of the draft's head; 0: the target's
 
 
 class DFlashModel(HiddenStateModel):
@@ -54,12 +58,13 @@ class DFlashModel(HiddenStateModel):
 
     layers_key = "dflash_config.target_layer_ids, which counts layers from 0"
 
-    def __init__(self, config: Config, dflash: DFlash):
-        super().__init__(config)
-        self.dflash = dflash
-        if not dflash.is_deepspec:
-            self.embed = self.lm_head = None
+    def __init__(self, config: Config, dflash: DFlash, has_embed: bool = False):
+        """`has_embed`: with an embedding and a head of its own, as DeepSpec's have anyway."""
         V = config.vocab_size
+        super().__init__(config, dflash.vocab_size or V)
+        self.dflash = dflash
+        if not (has_embed or dflash.is_deepspec):
+            self.embed = self.lm_head = None
         R = dflash.markov_rank
         # Tokens (B, T) -> what they add to the logits (B, T, V) of the next ones.
         self.markov_head = nn.Sequential()
@@ -92,7 +97,7 @@ class DFlashModel(HiddenStateModel):
             H, G = attention.heads()
             qkv = attention.qkv(context).unflatten(-1, (-1, attention.head_dim))
             _, k, v = qkv.transpose(1, 2).split((H, G, G), dim=1)  # (B, T, H + 2G, E) -> (B, …)
-            k = apply_rope(attention.k_norm(k), cos, sin)
+            k = apply_rope(attention.k_norm(k), cos, sin, attention.interleaved)
             keys_values.append((k, v))
         return keys_values
 
@@ -177,33 +182,57 @@ def check(checkpoint: Checkpoint, config: Config) -> Callable[..., DFlashDraft]:
     """Check a DFlash folder and return its loader (drafts.registry.folder_check). ValueError for
     a wrong config.json."""
     dflash, draft_config = dflash_of(checkpoint.hf, config)
-    return loader(checkpoint, lambda: DFlashModel(draft_config, dflash), DFlashDraft)
+    return loader(checkpoint, lambda: DFlashModel(draft_config, dflash, True), DFlashDraft)
 
 
 def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:
     """The draft's settings and Config, for a target of this Config. ValueError names the wrong key
     and value."""
     hf = Section(hf)
-    is_deepspec = hf.get("dflash_config") is None
-    options = hf if is_deepspec else zlab_options(hf)
-    sizes = {
-        "hidden_size": target.dim,
-        "vocab_size": target.vocab_size,
-        "num_target_layers": target.n_layers,
-    }
-    check_target(hf, sizes)
-    config = config_from_hf({**hf, "is_causal": None})
+    options = hf
+    layer = hf
+    has_anchor = hf.flag("sample_from_anchor")
+    if hf.get("dflash_config") is not None:
+        options = zlab_options(hf)
+    elif hf.get("speculators_model_type") is not None:
+        layer = speculators_layer(hf)
+    else:
+        has_anchor = True
+    check_target(layer, {"hidden_size": target.dim, "vocab_size": target.vocab_size})
+    check_target(hf, {"num_target_layers": target.n_layers, "target_hidden_size": target.dim})
     for section, key in ((hf, "is_causal"), (options, "causal")):
         if section.flag(key):
             raise section.refused(key, "is not supported: layers without a window are not causal")
+    config = layer_config(Section(layer | {"is_causal": None, "tie_word_embeddings": False}), hf)
     section = hf if options.get("block_size") is None else options
     block_size = section.size("block_size", max_size=MAX_BLOCK)
     mask = read_token_id(options, "mask_token_id", target.vocab_size)
-    layer_ids = read_layer_ids(options, "target_layer_ids", target.n_layers - 2)
+    if layer is hf:
+        layer_ids = read_layer_ids(options, "target_layer_ids", target.n_layers - 2)
+    else:  # inputs of layers
+        inputs = read_layer_ids(hf, "aux_hidden_state_layer_ids", target.n_layers - 1)
+        layer_ids = tuple(i - 1 for i in inputs)
     rank = hf.get("markov_rank") and hf.size("markov_rank")
     if rank and hf.get("markov_head_type") != "vanilla":
         raise hf.refused("markov_head_type", "is not supported; supported: 'vanilla'")
-    return DFlash(block_size, mask, layer_ids, is_deepspec, rank), config
+    vocab_size = hf.size("draft_vocab_size", target.vocab_size)
+    return DFlash(block_size, mask, layer_ids, has_anchor, rank or 0, vocab_size), config
+
+
+def speculators_layer(hf: Section) -> Section:
+    """The object transformer_layer_config of speculators' layout. ValueError for a model of another
+    type, and for other speculators than the plain one."""
+    layer = Section({"model_type": "qwen3"})
+    layer |= hf.get("transformer_layer_config") or {}
+    layer.prefix = "transformer_layer_config."
+    for section, key, supported in (
+        (layer, "model_type", "qwen3"),
+        (hf, "projector_type", "dflash"),
+        (hf, "sliding_window_non_causal", False),
+    ):
+        if section.get(key) not in (None, supported):
+            raise section.refused(key, f"is not supported; supported: {supported!r}")
+    return layer
 
 
 def zlab_options(hf: Section) -> Section:

@@ -16,7 +16,6 @@ no pair and is masked.
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -26,14 +25,13 @@ from drafts.hidden_states import (
     HiddenStateDraft,
     HiddenStateModel,
     check_target,
-    fill_parts,
+    layer_config,
     loader,
     read_layer_ids,
     states_note,
 )
-from drafts.vocabulary import gather_logits
 from loading.checkpoint import Checkpoint
-from loading.config import Section, config_from_hf
+from loading.config import Section
 from model import Caches, Config, Linear, RMSNorm
 
 # Keys of config.json that name the target's layers. The first is our own, because the others count
@@ -68,7 +66,7 @@ class EagleModel(HiddenStateModel):
         eagle: Eagle,
         has_embed: bool,
     ):
-        super().__init__(config)
+        super().__init__(config, eagle.vocab_size)
         D = config.dim
         eps = config.norm_eps
         num_inputs = len(eagle.aux_layer_ids) * eagle.target_dim
@@ -76,7 +74,6 @@ class EagleModel(HiddenStateModel):
         self.aux_layer_ids = eagle.aux_layer_ids
         attention = self.layers[0].attention
         attention.qkv = Linear(2 * D, attention.qkv.out_features, bias=config.qkv_bias)
-        self.lm_head = Linear(D, eagle.vocab_size, bias=False)
         if not has_embed:
             self.embed = None
         self.layers[0].hidden_norm = RMSNorm(D, eps)
@@ -113,7 +110,7 @@ class EagleModel(HiddenStateModel):
         """tokens and pos (B, T), the state (B, T, D) before each token -> the block's output (B, T,
         D), not normed."""
         layer = self.layers[0]
-        embedded = layer.attention_norm(self.embed(tokens))
+        embedded = layer.attention_norm(self.embedded(tokens))
         normed = layer.hidden_norm(state)
         inputs = torch.cat((embedded, normed), dim=-1)  # (B, T, 2D)
         visible = self.visible_by_window(pos, caches, inputs.dtype)[self.windows[0]]
@@ -139,44 +136,13 @@ class EagleModel(HiddenStateModel):
         """The target's state (B, T, D) before each token at pos (B, T)."""
         return self.target_states(caches, (pos - 1).clamp(min=0))
 
-    def head(self, h: Tensor) -> Tensor:
-        """h (..., D) -> logits (..., V of the target), -inf where the draft has no such token."""
-        return gather_logits(super().head(h), self.ids)
-
     def fill(self, checkpoint: Checkpoint, target: Config) -> None:
-        """As in other models, in either layout, and `ids`: of each of the target's ids the draft's,
-        -1 for none."""
-        tensors = checkpoint.tensors
-        n = self.eagle.vocab_size
-        V = target.vocab_size
-        maps = {}
-        if "d2t" in tensors or n != V:
-            maps["d2t"] = ((n,), ("I64", "I32"))
-        if "t2d" in tensors:
-            maps["t2d"] = ((self.config.vocab_size,), ("BOOL", "U8"))
-        is_safeai = any(name.startswith("midlayer.") for name in tensors)
-        fill_parts(checkpoint, eagle_parts(self, "midlayer" if is_safeai else "layers.0"), maps)
-        draft_ids = torch.arange(n)
-        target_ids = draft_ids
-        if "d2t" in maps:
-            target_ids = draft_ids + tensors["d2t"][...]
-            check_target_ids(target_ids, V, checkpoint.path)
-        ids = torch.full((V,), -1).scatter(0, target_ids, draft_ids)
-        self.register_buffer("ids", ids.to(self.norm.weight.device), persistent=False)
+        """As in other models, in either layout."""
+        is_safeai = any(name.startswith("midlayer.") for name in checkpoint.tensors)
+        super().fill(checkpoint, target, "midlayer" if is_safeai else "layers.0")
         if self.eagle.assumption:
             note = f"{self.eagle.assumption}. {states_note(self)}"
             print(f"{checkpoint.path}: {note}", file=sys.stderr)
-
-
-def check_target_ids(target_ids: Tensor, V: int, path: Path) -> None:
-    """ValueError unless a draft's tokens (n,) stand for ids of the target's V."""
-    is_outside = (target_ids < 0) | (target_ids >= V)
-    if is_outside.any():
-        draft_id = is_outside.nonzero()[0].item()
-        raise ValueError(
-            f"{path}: d2t gives token {draft_id} the target's id {target_ids[draft_id]}, and the"
-            f" target has {V}: this draft was made for another target"
-        )
 
 
 class EagleDraft(HiddenStateDraft):
@@ -216,17 +182,8 @@ def check(checkpoint: Checkpoint, config: Config) -> Callable[..., EagleDraft]:
     """Check an EAGLE-3 folder and return its loader (drafts.registry.folder_check). ValueError for
     a wrong config.json."""
     eagle = eagle_of(checkpoint.hf, config)
-    layer = config_from_hf(eagle.layer)
-
-    def new_model() -> EagleModel:
-        return EagleModel(layer, eagle, "embed_tokens.weight" in checkpoint.tensors)
-
-    return loader(checkpoint, new_model, EagleDraft)
-
-
-def eagle_parts(model: EagleModel, block: str) -> dict[str, Tensor]:
-    """`stored_parts` by name, in a layout that calls its block `block`."""
-    return {name.replace("layers.0", block): part for name, part in model.stored_parts()}
+    layer = layer_config(Section(eagle.layer), Section(checkpoint.hf))
+    return loader(checkpoint, lambda: EagleModel(layer, eagle, True), EagleDraft)
 
 
 def eagle_of(hf: dict, target: Config) -> Eagle:

@@ -4,17 +4,21 @@ AuxHiddenStates     the residual stream at one layer, by position
 HiddenStateModel    a draft model that reads them, and its tensors in a folder
 HiddenStateDraft    makes the target record them, and warns once of a draft whose first tokens
                     are accepted no more often than by chance
+layer_config        the Config of a draft's layers
 loader, fill_parts  read a published folder
 """
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from drafts.vocabulary import gather_logits
 from loading.checkpoint import Checkpoint
-from loading.config import Section
+from loading.config import NEOX_KEYS, Section, config_from_hf
 from loading.files import check_headers
 from loading.models import DTYPES, allocate
 from loading.weight_names import pieces
@@ -61,13 +65,51 @@ class AuxHiddenStates(nn.Module):
 class HiddenStateModel(Transformer):
     """A draft model whose `fuse` makes one state of the target's streams that enter the layers
     `aux_layer_ids`; the number of its layers stands for what leaves the last one. Embedding and
-    head are None where they are the target's."""
+    head are None where they are the target's.
+
+    `vocab_size`: of the draft's head, whose tokens may be few of the target's. `ids` (V,): of each
+    of the target's ids the draft's, -1 for none; None where they are the same.
+    """
 
     aux_layer_ids: tuple[int, ...]
     layers_key: str  # of config.json, which names the layers
     fc: Linear
     # Modules that a Transformer does not have.
     OWN = ("fc", "hidden_norm", "input_norm", "markov_head")
+
+    def __init__(self, config: Config, vocab_size: int):
+        super().__init__(config)
+        self.lm_head = Linear(config.dim, vocab_size, bias=False)
+        self.register_buffer("ids", None, persistent=False)
+
+    def head(self, h: Tensor) -> Tensor:
+        """h (..., D) -> logits (..., V of the target), -inf where the draft has no such token."""
+        logits = super().head(h)
+        return logits if self.ids is None else gather_logits(logits, self.ids)
+
+    def drop_unstored(self, checkpoint: Checkpoint, V: int) -> None:
+        """Leave the embedding and the head to a target of V tokens where the folder stores none, as
+        vLLM and SGLang do. ValueError for a head of fewer tokens, which no target has."""
+        if "embed_tokens.weight" not in checkpoint.tensors:
+            self.embed = None
+        if "lm_head.weight" in checkpoint.tensors:
+            return
+        n = self.lm_head.out_features
+        if n != V:
+            raise ValueError(
+                f"{checkpoint.path}: lm_head.weight is missing, and the target's has {V} tokens,"
+                f" not draft_vocab_size = {n}"
+            )
+        self.lm_head = None
+
+    def borrow(self, target: Transformer) -> None:
+        """Use the target's embedding and head, with their scales, where the draft has none."""
+        if self.embed is None:
+            self.embed = target.embed
+            self.config = replace(self.config, embed_scale=target.config.embed_scale)
+        if self.lm_head is None:
+            self.lm_head = target.lm_head
+            self.config = replace(self.config, logit_scale=target.config.logit_scale)
 
     def target_states(self, caches: Caches, pos: Tensor) -> Tensor:
         """The fused state (B, T, D) at each of the target's positions pos (B, T)."""
@@ -83,10 +125,48 @@ class HiddenStateModel(Transformer):
             for source, part in pieces(self.config, name, parameter):
                 yield source.removeprefix("model."), part
 
-    def fill(self, checkpoint: Checkpoint, target: Config) -> None:
-        """Copy a folder's tensors, for a target of this Config, into the model. ValueError names
-        those that do not fit."""
-        fill_parts(checkpoint, dict(self.stored_parts()))
+    def parts_by_name(self, block: str = "layers.0") -> dict[str, Tensor]:
+        """`stored_parts` by name, in a layout that calls the first layer `block`."""
+        return {name.replace("layers.0", block): part for name, part in self.stored_parts()}
+
+    def fill(self, checkpoint: Checkpoint, target: Config, block: str = "layers.0") -> None:
+        """Copy a folder's tensors, for a target of this Config, into the model, and make `ids`.
+        `block`: the folder's name of the first layer. ValueError names tensors that do not fit."""
+        tensors = checkpoint.tensors
+        V = target.vocab_size
+        maps = {}
+        if self.lm_head is not None:
+            n = self.lm_head.out_features
+            if "d2t" in tensors or n != V:
+                maps["d2t"] = ((n,), ("I64", "I32"))
+            if "t2d" in tensors:
+                maps["t2d"] = ((self.config.vocab_size,), ("BOOL", "U8"))
+        fill_parts(checkpoint, self.parts_by_name(block), maps)
+        if "d2t" in maps:
+            draft_ids = torch.arange(n)
+            target_ids = draft_ids + tensors["d2t"][...]
+            check_target_ids(target_ids, V, checkpoint.path)
+            ids = torch.full((V,), -1).scatter(0, target_ids, draft_ids)
+            self.register_buffer("ids", ids.to(self.norm.weight.device), persistent=False)
+
+
+def check_target_ids(target_ids: Tensor, V: int, path: Path) -> None:
+    """ValueError unless a draft's tokens (n,) stand for different ids of the target's V."""
+    is_outside = (target_ids < 0) | (target_ids >= V)
+    if is_outside.any():
+        draft_id = is_outside.nonzero()[0].item()
+        raise ValueError(
+            f"{path}: d2t gives token {draft_id} the target's id {target_ids[draft_id]}, and the"
+            f" target has {V}: this draft was made for another target"
+        )
+    unique_ids, counts = target_ids.unique(return_counts=True)
+    if len(unique_ids) < len(target_ids):
+        repeated_id = unique_ids[counts > 1][0]
+        draft_ids = (target_ids == repeated_id).nonzero().flatten().tolist()
+        raise ValueError(
+            f"{path}: d2t gives tokens {draft_ids[0]} and {draft_ids[1]} the same id of the"
+            f" target's, {repeated_id}: fetch the file again"
+        )
 
 
 class HiddenStateDraft(ModelDraft):
@@ -102,8 +182,7 @@ class HiddenStateDraft(ModelDraft):
     ) -> None:
         self.total_overlap = 0.0
         self.num_rounds = 0
-        self.model.embed = self.model.embed or target.model.embed
-        self.model.lm_head = self.model.lm_head or target.model.lm_head
+        self.model.borrow(target.model)
         streams = self.record_hidden_states(state.pos.size(0), target)
         super().setup(state, k_max, target, maybe_compile)
         self.runner.caches = self.runner.caches._replace(aux_hidden_states=streams)
@@ -135,6 +214,19 @@ def states_note(model: HiddenStateModel) -> str:
         f" embedding and i the output of the i-th layer; if it was trained on others, name them in"
         f" its config.json as {model.layers_key}"
     )
+
+
+def layer_config(layer: Section, outer: Section) -> Config:
+    """The Config of a draft's layers, whose settings may stand inside `outer`. `is_neox_style`
+    false, a key of vLLM and SGLang, is interleaved RoPE."""
+    is_neox = [
+        section.flag(key)
+        for section in (layer, outer)
+        for key in NEOX_KEYS
+        if section.get(key) is not None
+    ]
+    config = config_from_hf({key: value for key, value in layer.items() if key not in NEOX_KEYS})
+    return replace(config, rope_interleaved=not all(is_neox))
 
 
 def check_target(section: Section, sizes: dict[str, int]) -> None:
@@ -185,6 +277,7 @@ def loader(
         like = target.norm.weight
         with torch.device("meta"):
             model = new_model().to(like.dtype)
+        model.drop_unstored(checkpoint, target.config.vocab_size)
         allocate(model, like.device)
         model.fill(checkpoint, target.config)
         if quantize:

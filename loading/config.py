@@ -48,13 +48,14 @@ NEUTRAL_KEYS = [
         " partial_rotary_factor residual_multiplier rotary_pct routed_scaling_factor scale_emb"
         " topk_group",
     ),
-    ((True,), "is_causal"),
+    ((True,), "is_causal is_neox_style rope_is_neox_style"),
     (("softmax",), "moe_router_activation_func scoring_func"),
     (([],), "cross_attention_layers"),
     (({},), "pruned_heads quantization_config"),
     (("silu", "swish"), "hidden_act hidden_activation"),
     (("rope", "rotary"), "position_embedding_type"),
 ]
+NEOX_KEYS = ("is_neox_style", "rope_is_neox_style")  # false: RoPE's pairs are neighbours
 NEUTRAL = {key: values for values, keys in NEUTRAL_KEYS for key in keys.split()}
 # Keys of NEUTRAL that turn on norms of queries and keys. A family that always has these norms has
 # them whatever the keys say, as in transformers.

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafts.dflash import DFlashDraft, DFlashModel, dflash_of
-from drafts.eagle import EagleDraft, EagleModel, eagle_of, eagle_parts
+from drafts.eagle import EagleDraft, EagleModel, eagle_of
 from drafts.hidden_states import AuxHiddenStates
 from drafts.pard import PardDraft
 from loading.config import config_from_hf
@@ -373,7 +373,7 @@ class Eagle3(Kind):
         return torch.cat(masks, dim=1)
 
     def save(self, model: EagleModel, folder: Path) -> None:
-        tensors = copies_of(eagle_parts(model, "midlayer").items())
+        tensors = copies_of(model.parts_by_name("midlayer").items())
         draft_ids = torch.arange(len(self.ids))
         has_draft_id = torch.zeros(self.target.vocab_size, dtype=torch.bool)
         has_draft_id[self.ids] = True

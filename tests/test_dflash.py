@@ -21,6 +21,7 @@ from test_drafts import (
     assert_chance_is_said_once,
     distance,
     load_draft_model,
+    neighbours_first,
     recorded,
     tiny_dflash,
     written,
@@ -135,8 +136,9 @@ class DFlashTwin:
         }
         self.options = self.hf.get("dflash_config", self.hf)
         self.ids = self.options["target_layer_ids"]
-        self.embed = self.target_w["model.embed_tokens.weight"]
-        self.lm_head = self.target_w["lm_head.weight"]
+        embed = self.target_w["model.embed_tokens.weight"]
+        self.embed = self.w.get("embed_tokens.weight", embed)
+        self.lm_head = self.w.get("lm_head.weight", self.target_w.get("lm_head.weight", embed))
         self.first = 1  # the block's position that draws the first token
 
     def __call__(
@@ -212,6 +214,142 @@ def test_dflash_is_its_twin(variant, plain, target, target_folder, tmp_path):
     drafter = recorded(DFlashDraft)(load_draft_model(folder, target))
     worst, accepted = distance(target, drafter, DFlashTwin(folder, target_folder), folder, plain)
     assert worst < 1e-4 and len(accepted) > 2
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return 0.4 * torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("names", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+def test_an_embedding_and_a_head_of_its_own(names, target, target_folder, tmp_path):
+    """Such as z-lab/MiniMax-M2.5-DFlash's embedding; what is not stored is the target's."""
+    own = {f"{name}.weight": drawn(V, D) for name in names}
+    folder = written(tmp_path / "draft", PUBLISHED, dflash_tensors(2, 2) | own)
+    drafter = recorded(DFlashDraft)(load_draft_model(folder, target))
+    worst, _ = distance(target, drafter, DFlashTwin(folder, target_folder), folder, 0)
+    assert worst < 1e-4
+
+
+def test_interleaved_rope_is_computed(target, target_folder, tmp_path):
+    tensors = dflash_tensors(2, 2)
+    twin_tensors = tensors
+    for layer in ("layers.0", "layers.1"):
+        twin_tensors = neighbours_first(twin_tensors, layer, E)
+    twin_folder = written(tmp_path / "twin", PUBLISHED, twin_tensors)
+    folder = written(tmp_path / "draft", PUBLISHED | {"is_neox_style": False}, tensors)
+    drafter = recorded(DFlashDraft)(load_draft_model(folder, target))
+    worst, _ = distance(target, drafter, DFlashTwin(twin_folder, target_folder), folder, 0)
+    assert worst < 1e-4
+    wrong = DFlashTwin(folder, target_folder)  # the control: the other pairs
+    assert distance(target, drafter, wrong, folder, 0)[0] > 1e-3
+
+
+@pytest.mark.parametrize("family", ["gemma-3", "granite"])
+def test_a_lent_embedding_and_head_bring_their_scales(family, folder_of, tmp_path):
+    """Gemma 3 multiplies embeddings by the root of its size, Granite embeddings and logits by
+    numbers of config.json."""
+    source = folder_of(family)
+    hf = config_json(source)
+    target = load_model(source, dtype=torch.float32)
+    changes = {"num_target_layers": target.config.n_layers}
+    folder = written(tmp_path / "draft", PUBLISHED | changes, dflash_tensors(2, 2))
+    drafter = recorded(DFlashDraft)(load_draft_model(folder, target))
+    twin = DFlashTwin(folder, source)
+    wrong = DFlashTwin(folder, source)
+    twin.embed = twin.embed * (math.sqrt(D) if "gemma" in family else hf["embedding_multiplier"])
+    twin.lm_head = twin.lm_head / hf.get("logits_scaling", 1)
+    assert distance(target, drafter, twin, folder, 0)[0] < 1e-4
+    assert distance(target, drafter, wrong, folder, 0)[0] > 1e-3  # the control: no scales
+
+
+LAYER_KEYS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "hidden_act",
+    "rope_theta",
+    "layer_types",
+)
+# github.com/vllm-project/speculators: ids of hidden states, of which 0 is the embedding.
+SPECULATORS = {
+    "architectures": ["DFlashSpeculator"],
+    "speculators_model_type": "dflash",
+    "transformer_layer_config": {key: PUBLISHED[key] for key in LAYER_KEYS},
+    "draft_vocab_size": V,
+    "block_size": BLOCK,
+    "target_hidden_size": None,
+    "aux_hidden_state_layer_ids": [1, 2],
+    "mask_token_id": MASK,
+    "sliding_window_non_causal": False,
+    "projector_type": "dflash",
+    "sample_from_anchor": False,
+    "speculators_config": {"algorithm": "dflash", "proposal_methods": [], "verifier": {}},
+}
+
+
+class FewTokensTwin(DFlashTwin):
+    """With a head of some of the target's tokens."""
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        few = super().logits(tokens)
+        logits = torch.full((len(few), V), -math.inf, dtype=torch.float64)
+        logits[:, self.w["d2t"].long() + torch.arange(few.size(-1))] = few
+        return logits
+
+
+@pytest.mark.parametrize("anchor", [False, True])
+@pytest.mark.parametrize("draft_vocab", [V, 40])
+def test_speculators_layout_is_its_twin(draft_vocab, anchor, target, target_folder, tmp_path):
+    """The same draft as in z-lab's layout, with a head of its own for few tokens; with
+    sample_from_anchor the last decided token draws too."""
+    tensors = dflash_tensors(2, 2)
+    twin_class = DFlashTwin
+    if draft_vocab < V:
+        ids = 3 * torch.arange(draft_vocab) + 1
+        tensors |= {
+            "lm_head.weight": drawn(draft_vocab, D),
+            "d2t": ids - torch.arange(draft_vocab),
+            "t2d": torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True),
+        }
+        twin_class = FewTokensTwin
+    hf = SPECULATORS | {"draft_vocab_size": draft_vocab, "sample_from_anchor": anchor}
+    assert draft_type_of(hf) == "dflash"
+    folder = written(tmp_path / "draft", hf, tensors)
+    twin = twin_class(written(tmp_path / "twin", PUBLISHED, tensors), target_folder)
+    twin.first = int(not anchor)
+    drafter = recorded(DFlashDraft)(load_draft_model(folder, target))
+    assert drafter.max_draft_tokens == BLOCK - twin.first
+    worst, _ = distance(target, drafter, twin, folder, 0)
+    assert worst < 1e-4
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"projector_type": "domino"}, "projector_type = 'domino' is not supported"),
+        ({"sliding_window_non_causal": True}, "sliding_window_non_causal = True is not supported"),
+        ({"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids = None must be layers"),
+        ({"aux_hidden_state_layer_ids": [3]}, r"aux_hidden_state_layer_ids = \[3\] must be layers"),
+        ({"target_hidden_size": 32}, "target_hidden_size = 32 is of another target"),
+        ({"mask_token_id": None}, "mask_token_id = None must be a token's id"),
+        (
+            {"transformer_layer_config": {"model_type": "llama"}},
+            "transformer_layer_config.model_type = 'llama' is not supported; supported: 'qwen3'",
+        ),
+        ({"speculators_model_type": "dspark"}, "speculators_model_type = 'dspark' makes it"),
+    ],
+)
+def test_what_speculators_config_cannot_mean_is_refused(change, message, target, tmp_path):
+    folder = written(tmp_path / "draft", SPECULATORS | change, dflash_tensors(2, 2))
+    with pytest.raises(ValueError, match=message):
+        check_draft(folder, target.config)
 
 
 @pytest.mark.attack
@@ -431,7 +569,8 @@ def test_weights_for_another_target_are_not_read(target, tmp_path):
     "change, message",
     [
         ({"fc.weight": torch.zeros(D, D)}, "fc.weight is"),
-        ({"embed_tokens.weight": torch.zeros(V, D)}, "unexpected: embed_tokens.weight"),
+        ({"embed_tokens.weight": torch.zeros(V, 3)}, "embed_tokens.weight is"),
+        ({"d2t": torch.zeros(V)}, "unexpected: d2t"),
         ({"markov_head.weight": torch.zeros(2)}, "unexpected: markov_head.weight"),
         ({"layers.1.self_attn.k_norm.weight": None}, "missing: layers.1.self_attn.k_norm.weight"),
     ],

@@ -37,6 +37,7 @@ from drafts.registry import check_draft, folder_check, load_drafter
 from drafts.translated import SAMPLE_TEXT
 from drafts.vocabulary import ids_by_string, translate
 from loading.checkpoint import load_model
+from loading.config import config_from_hf
 from loading.draft_types import draft_type_of
 from loading.tokenizer import load_tokenizer
 from model import Config, Transformer
@@ -221,6 +222,28 @@ class EagleTwin:
         return torch.stack(found)
 
 
+class LentHeadTwin(EagleTwin):
+    """An EAGLE-3 draft of all the target's tokens that uses its head."""
+
+    def __init__(self, folder, target):
+        super().__init__(folder, target)
+        head = self.target_w["lm_head.weight"].double()
+        self.w |= {"lm_head.weight": head, "d2t": torch.zeros(V)}
+
+
+def neighbours_first(tensors: dict, layer: str, head_dim: int) -> dict:
+    """A layer whose RoPE's pairs are neighbours, as one whose pairs are half a head apart: the rows
+    of q, k and their norms change places."""
+
+    def reorder(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2).contiguous()
+
+    names = [
+        f"{layer}.self_attn.{part}.weight" for part in ("q_proj", "k_proj", "q_norm", "k_norm")
+    ]
+    return tensors | {name: reorder(tensors[name]) for name in names if name in tensors}
+
+
 def load_draft_model(folder, target: Transformer) -> Transformer:
     """The model of a draft folder, not packed."""
     return load_drafter(folder, target, None, pack=False).model
@@ -345,6 +368,62 @@ def test_a_broken_pard_is_caught(broken, target, target_folder, tmp_path):
     mask = V - 2 if broken == "another mask" else V - 1
     drafter = recorded(Forgets)(load_model(folder, dtype=torch.float32), mask)
     assert distance(target, drafter, pard_twin, folder, 32 if "plain" in broken else 0)[0] > 1e-3
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("own_embed", [None, V])
+def test_without_a_head_it_uses_the_targets(own_embed, tied, target, target_folder, tmp_path):
+    """As vLLM and SGLang do for drafts of all tokens, such as nvidia/Kimi-K2.6-Eagle3, whatever
+    tie_word_embeddings says."""
+    tensors = eagle_tensors("midlayer", 3 * D, own_embed=own_embed)
+    for name in ("lm_head.weight", "d2t", "t2d"):
+        del tensors[name]
+    hf = SAFEAI | {"draft_vocab_size": V, "tie_word_embeddings": tied}
+    folder = written(tmp_path / "draft", hf, tensors)
+    drafter = recorded(EagleDraft)(load_draft_model(folder, target))
+    twin = LentHeadTwin(folder, target_folder)
+    worst, accepted = distance(target, drafter, twin, folder, 0)
+    assert worst < 1e-5 and len(accepted) > 1
+
+
+def test_a_head_of_few_tokens_cannot_be_the_targets(target, tmp_path):
+    tensors = eagle_tensors("midlayer", 3 * D)
+    del tensors["lm_head.weight"]
+    folder = written(tmp_path / "draft", SAFEAI, tensors)
+    with pytest.raises(ValueError, match=r"lm_head.weight is missing, and the target's") as error:
+        load_draft_model(folder, target)
+    assert "tie_word_embeddings" not in str(error.value)
+
+
+@pytest.mark.parametrize("place", ["outer", "inner"])
+def test_interleaved_rope_of_an_eagle_is_computed(place, target, target_folder, tmp_path):
+    tensors = eagle_tensors("layers.0", 3 * D)
+    twin_tensors = neighbours_first(tensors, "layers.0", D // 4)
+    twin_folder = written(tmp_path / "twin", SPECULATORS, twin_tensors)
+    hf = json.loads(json.dumps(SPECULATORS))
+    (hf if place == "outer" else hf["transformer_layer_config"])["is_neox_style"] = False
+    folder = written(tmp_path / "draft", hf, tensors)
+    drafter = recorded(EagleDraft)(load_draft_model(folder, target))
+    worst, _ = distance(target, drafter, EagleTwin(twin_folder, target_folder), folder, 0)
+    assert worst < 1e-5
+    wrong = EagleTwin(folder, target_folder)  # the control: the other pairs
+    assert distance(target, drafter, wrong, folder, 0)[0] > 1e-3
+
+
+@pytest.mark.parametrize("key", ["is_neox_style", "rope_is_neox_style"])
+def test_other_models_with_interleaved_rope_are_refused_by_the_key(key, target_folder, tmp_path):
+    hf = config_json(target_folder)
+    with pytest.raises(ValueError, match=f"{key} = False is not supported"):
+        config_from_hf(hf | {key: False})
+    assert config_from_hf(hf | {key: True}) == config_from_hf(hf)
+
+
+def test_two_tokens_of_one_id_are_refused(target, tmp_path):
+    tensors = eagle_tensors("midlayer", 3 * D)
+    tensors["d2t"][5] = tensors["d2t"][4] - 1
+    folder = written(tmp_path / "draft", SAFEAI, tensors)
+    with pytest.raises(ValueError, match="d2t gives tokens 4 and 5 the same id of the target's"):
+        load_draft_model(folder, target)
 
 
 @pytest.mark.attack
