@@ -498,11 +498,18 @@ def stored_form(model: Transformer, tensors: Mapping[str, Blocks]) -> StoredForm
             schemes |= scheme_by_part
             quantized.update(itertools.compress(sources, source_schemes))
     plain_types = collections.Counter()
+    num_bytes = 0
+    num_weights = 0
     for source, blocks in tensors.items():
         if source not in quantized and blocks.stored_type.dtype is None:
             plain_types[blocks.stored_type.name] += 1
+            num_bytes += blocks.bytes.numel()
+            num_weights += math.prod(blocks.shape)
     counts = ", ".join(f"{count} in {name}" for name, count in sorted(plain_types.items()))
-    note = f"tensors that no scheme keeps exactly load as plain weights: {counts}"
+    note = (
+        f"tensors that no scheme keeps exactly load as plain weights, {num_bytes / 1e9:.3g} GB of"
+        f" the file as {2 * num_weights / 1e9:.3g} GB in 16 bits: {counts}"
+    )
     return StoredForm(overrides=schemes, notes=(note,) if counts else ())
 
 

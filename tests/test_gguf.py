@@ -525,9 +525,10 @@ def test_types_keep_their_bits(kind, family, tmp_path, capsys):
     assert torch.equal(model.embed(ids), want["token_embd.weight"])
     err = capsys.readouterr().err
     if kind == "Q5_1":
-        assert f"m.gguf: {LOOSE}: {23 - bool(tied)} in Q5_1" in err
+        assert f"m.gguf: {LOOSE}" in err and f" in 16 bits: {23 - bool(tied)} in Q5_1" in err
     elif scheme and not tied:
-        assert f"{LOOSE}: 1 in {kind}" in err  # an embedding alone is looked up, not multiplied
+        # an embedding alone is looked up, not multiplied
+        assert LOOSE in err and f" in 16 bits: 1 in {kind}" in err
     else:
         assert LOOSE not in err
     assert load_config(file).dtype == {"F16": "float16", "BF16": "bfloat16"}.get(kind, "bfloat16")
@@ -687,7 +688,16 @@ def test_other_types_are_unpacked(tmp_path, capsys, monkeypatch):
         assert torch.equal(got, torch.cat([want[source] for source in sources(name)])), name
     # q, k, out and gate_up
     assert [linear.scheme for linear in quantized_linears(model)] == ["q4_k"] * 4
-    assert f"k.gguf: {LOOSE}: 1 in Q4_K, 3 in Q6_K" in capsys.readouterr().err
+    plain = [
+        tensor
+        for tensor in gguf.GGUFReader(file).tensors
+        if re.search("attn_v|ffn_down|token_embd|^output.weight", tensor.name)
+    ]
+    assert len(plain) == 4
+    num_bytes = sum(int(tensor.n_bytes) for tensor in plain)
+    num_weights = sum(int(tensor.n_elements) for tensor in plain)
+    sizes = f"{num_bytes / 1e9:.3g} GB of the file as {2 * num_weights / 1e9:.3g} GB in 16 bits"
+    assert f"k.gguf: {LOOSE}, {sizes}: 1 in Q4_K, 3 in Q6_K" in capsys.readouterr().err
     assert {
         linear.scheme for linear in quantized_linears(load_model(file, quantize="int4-g32"))
     } == {"int4-g32"}
