@@ -28,6 +28,8 @@ FAST_ROWS = 5
 ROW_COUNTS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 48, 64, 128, 512)
 LARGE_ROW_COUNTS = (FAST_ROWS, 6, 9, 12, 16, 32, 64, 128)
 UNPADDED_ROW_COUNTS = tuple(range(1, 9))  # for kernels whose cost is per row
+# fbgemm's kernel takes 120 rows at once, by tiles of 6 or 14 rows.
+FBGEMM_ROW_COUNTS = (*range(1, 31), *range(36, 121, 6))
 
 
 class RowSplit(NamedTuple):
@@ -82,12 +84,15 @@ def find_packed_split(
 
 @functools.cache
 def find_kernel_split(
-    kernel_on_ones: Callable, dtype: torch.dtype, candidates: Sequence[int], threads: int
+    kernel_on_ones: Callable,
+    dtype: torch.dtype,
+    candidates: Sequence[int],
+    threads: int,
+    max_first: int = 1,
 ) -> RowSplit:
-    """The split for a kernel that reads codes and does not choose its order by the matrix's shape.
-    A batch may always be one row."""
+    """The split for a kernel that does not choose its order by the matrix's shape."""
     kernel = kernel_on_ones(64, 512, dtype)
-    return exact_split(invariant_row_counts(kernel, 512, dtype, candidates, max_first=1))
+    return exact_split(invariant_row_counts(kernel, 512, dtype, candidates, max_first))
 
 
 def exact_split(row_counts: Sequence[int]) -> RowSplit:

@@ -1,6 +1,7 @@
 """weights/cpu.py: a layout changes nothing but the time, digits lose less than a bfloat16, their
 sums are exact."""
 
+import math
 import os
 import subprocess
 import sys
@@ -25,16 +26,34 @@ from weights.linears import PackedLinear, QuantizedLinear
 from weights.walker import pack_model
 
 needs_onednn = pytest.mark.skipif(
-    not PackedWeights.is_faster(torch.empty(1, 1, dtype=torch.bfloat16)) or not cpu.sums_exactly(),
+    not PackedWeights.is_faster(torch.empty(1, 1, dtype=torch.bfloat16))
+    or not cpu.sums_exactly(PackedInt8),
     reason="oneDNN does not multiply in bfloat16, or not exactly in 8 bits, here",
 )
-pytestmark = needs_onednn
 
 
 @pytest.fixture
 def small_is_large(monkeypatch):
     """What is done beyond the caches is done at any size."""
     monkeypatch.setattr(cpu, "LARGE_BYTES", 0)
+
+
+@pytest.fixture(params=[PackedInt8, cpu.FbgemmInt8])
+def int8_form(request, monkeypatch):
+    """Each form of int8 codes that adds exactly here, whichever is the faster."""
+    if not cpu.sums_exactly(request.param):
+        pytest.skip("this processor has no exact sums in this form")
+    monkeypatch.setattr(cpu, "int8_form", lambda codes: request.param)
+    return request.param
+
+
+@pytest.fixture
+def with_fbgemm(monkeypatch):
+    """What an x86 processor with AVX2 alone does. Newer ones multiply this way too."""
+    others = (cpu.TransposedWeights, PackedWeights)
+    forms = tuple((suits, form) for suits, form in cpu.FORMS if form not in others)
+    monkeypatch.setattr(cpu, "FORMS", forms)
+    monkeypatch.setattr(cpu, "int8_form", lambda codes: cpu.FbgemmInt8)
 
 
 def integers(
@@ -77,6 +96,7 @@ def test_a_packed_linear_is_the_linear(shape, dtype):
         assert ((got.double() - want).abs() <= epsilon * size).all(), front
 
 
+@needs_onednn
 def test_padding_rows_reach_no_result(monkeypatch):
     """A row of NaN must not be there, and one row alone is what it is among others."""
     monkeypatch.setattr(cpu, "has_tiles", lambda: False)  # which needs no padding
@@ -101,6 +121,7 @@ def with_tiles(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
 
 
+@needs_onednn
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [*SHAPES, (1, 5), (577, 3)])
 def test_weights_on_the_left_give_the_product(with_tiles, shape, dtype):
@@ -121,6 +142,7 @@ def test_weights_on_the_left_give_the_product(with_tiles, shape, dtype):
         assert ((got.double() - x.double() @ weight.double().T).abs() <= epsilon * size).all(), M
 
 
+@needs_onednn
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_has_the_bits_it_has_alone(with_tiles, shape):
     """Where the probe says so, for any number of rows, and for any neighbours."""
@@ -134,6 +156,7 @@ def test_a_row_has_the_bits_it_has_alone(with_tiles, shape):
         assert torch.equal(together, alone), M
 
 
+@needs_onednn
 @pytest.mark.parametrize("M", [1, 2, 6, 40])
 def test_sums_of_digits_on_the_left_are_exact(with_tiles, M):
     """Digits and codes at both ends of their range, among random ones. The sums are integers, and
@@ -143,14 +166,15 @@ def test_sums_of_digits_on_the_left_are_exact(with_tiles, M):
     x = integers(M, 4097, low=0, high=256, seed=1, dtype=torch.uint8)
     x[0] = 255
     scale = torch.rand(301) + 0.5
-    packed = cpu.prepack_int8(codes, scale)
-    assert type(packed) is cpu.TransposedInt8 and cpu.sums_exactly.__wrapped__()
+    packed = cpu.TransposedInt8(codes, scale)
+    assert cpu.sums_exactly.__wrapped__(cpu.TransposedInt8)
     want = ((x.long() - 128) @ codes.T.long()).double() * scale
     got = packed(x)
     assert got.shape == (M, 301) and got.is_contiguous()
     assert torch.allclose(got.double(), want, rtol=2**-22, atol=0)
 
 
+@needs_onednn
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("scheme", [None, "int8"])
 def test_drafted_text_is_plain_text_with_weights_on_the_left(with_tiles, small_is_large, scheme):
@@ -163,11 +187,113 @@ def test_drafted_text_is_plain_text_with_weights_on_the_left(with_tiles, small_i
     assert [token for _, token in drafted] == [token for _, token in plain]
 
 
+@needs_onednn
 @pytest.mark.compiled
 @pytest.mark.parametrize("scheme", [None, "int8"])
 def test_compiled_text_with_weights_on_the_left(with_tiles, small_is_large, scheme):
     settings = {"sampling": Sampling(0), "max_new_tokens": 20, "compile": True}
     model = pack_model(load_model(ROOT / "checkpoints/demo", quantize=scheme))
+    plain = list(generate(model, [[1, 5, 9]], **settings))
+    drafted = list(generate(model, [[1, 5, 9]], **settings, drafter=NgramDraft(), speculate_k=3))
+    assert [token for _, token in drafted] == [token for _, token in plain]
+
+
+# ---------------------------------------------------------------------------------------- fbgemm
+
+needs_fbgemm = pytest.mark.skipif(not cpu.has_fbgemm(), reason="fbgemm is for x86 with AVX2")
+
+
+def spread_rows(out: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    """Weights whose rows differ by 2^60 (16 octaves in float16), one of them zero, some numbers 32
+    octaves below their row's largest, which is all that a row may span."""
+    generator = torch.Generator().manual_seed(0)
+    octaves = 60 if dtype == torch.bfloat16 else 16
+    size = 2.0 ** -torch.linspace(0, octaves, out)[:, None]
+    weight = torch.randn(out, n, generator=generator).clamp(-3.9, 3.9) * size
+    if dtype == torch.bfloat16:
+        weight[:, 0] = 2.0 * size[:, 0].log2().round().exp2()
+        weight[:, 1] = weight[:, 0] * 2.0**-30
+    weight[out // 2] = 0
+    return weight.to(dtype)
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [*SHAPES, (1, 5), (577, 3)])
+def test_float16_numbers_give_the_product(shape, dtype, monkeypatch):
+    """Against float64, in few rows and many, whole and in parts. Rounding: n sums in float32, n
+    2^-24, and that of the result, 2^-9 in bfloat16 and 2^-12 in float16 (2^-25 below its normal
+    numbers), doubled."""
+    weight = spread_rows(*shape, dtype)
+    assert cpu.fits_float16(weight)
+    epsilon = shape[1] * 2**-24 + 2 * (2**-9 if dtype == torch.bfloat16 else 2**-12)
+    for part_weights in (cpu.MAX_PART_WEIGHTS, 3 * shape[1]):
+        monkeypatch.setattr(cpu, "MAX_PART_WEIGHTS", part_weights)
+        packed = cpu.FbgemmWeights(weight)
+        for M in (1, 2, 3, 7, 130):
+            x = torch.randn(M, 2 * shape[1]).to(dtype)[:, ::2]
+            got = packed(x)
+            size = x.double().abs() @ weight.double().abs().T
+            error = (got.double() - x.double() @ weight.double().T).abs()
+            assert got.shape == (M, shape[0]) and got.dtype == dtype
+            assert (error <= epsilon * size + 2**-25).all(), M
+
+
+@needs_fbgemm
+@pytest.mark.parametrize(
+    "row, fits",
+    [
+        ([1.0, 2.0**-32], True),
+        ([1.0, 2.0**-40], False),
+        ([2.0**100, 2.0**70], True),
+        ([2.0**-120, 0], True),
+        ([0, 0], True),
+        ([1.9921875, 1.9921875 * 2.0**-32], True),
+        ([1.9921875, 1.9921875 * 2.0**-33], False),
+        ([math.nan, 1], False),
+        ([math.inf, 1], False),
+    ],
+)
+def test_weights_that_float16_cannot_hold_stay_as_they_are(with_fbgemm, row, fits):
+    """The numbers as bfloat16; a scale that puts the largest into float16's highest octave, 2^15,
+    leaves the bit 2^-24, the lowest of a bfloat16 of 2^-17. By exact arithmetic of fractions."""
+    weight = torch.tensor([[0.5, 0.25], row]).bfloat16()
+    assert (type(cpu.prepack_weight(weight)) is cpu.FbgemmWeights) == fits
+
+
+@needs_fbgemm
+def test_packing_leaves_the_engine_as_it_was():
+    """torch.backends.quantized.engine is a setting of the whole process."""
+    before = torch.backends.quantized.engine
+    cpu.FbgemmWeights(torch.ones(8, 8).bfloat16())
+    cpu.FbgemmInt8(integers(8, 8), torch.ones(8))
+    assert torch.backends.quantized.engine == before
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("M", [1, 3, 40])
+def test_sums_of_7_bit_digits_are_exact(M):
+    """The largest digits against the largest codes, and random ones. Sums up to 2^24 are whole
+    numbers in float32, larger ones are rounded once."""
+    codes = integers(300, 8191)
+    codes[0], codes[1] = 127, -127
+    x = integers(M, 8191, low=0, high=128, seed=1, dtype=torch.uint8)
+    x[0] = 127
+    got = cpu.FbgemmInt8(codes, torch.ones(300))(x)
+    want = (x.long() - 64) @ codes.T.long()
+    assert want.abs().max() > 2**24
+    assert ((got.double() - want).abs() <= 2**-24 * want.abs()).all()
+
+
+@needs_fbgemm
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("scheme", [None, "int8"])
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.compiled)])
+def test_drafted_text_is_plain_text_with_fbgemm(with_fbgemm, small_is_large, scheme, compile):
+    settings = {"sampling": Sampling(0), "max_new_tokens": 30, "compile": compile}
+    model = pack_model(load_model(ROOT / "checkpoints/demo", quantize=scheme))
+    kinds = {type(module.packed) for module in model.modules() if hasattr(module, "packed")}
+    assert (cpu.FbgemmInt8 if scheme else cpu.FbgemmWeights) in kinds
     plain = list(generate(model, [[1, 5, 9]], **settings))
     drafted = list(generate(model, [[1, 5, 9]], **settings, drafter=NgramDraft(), speculate_k=3))
     assert [token for _, token in drafted] == [token for _, token in plain]
@@ -181,8 +307,9 @@ def test_compiled_text_with_weights_on_the_left(with_tiles, small_is_large, sche
     st.integers(0, 2**31),
     st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
     st.floats(-6, 6),
+    st.sampled_from([7, 8]),
 )
-def test_digits_stand_for_the_nearest_step(seed, dtype, spread):
+def test_digits_stand_for_the_nearest_step(seed, dtype, spread, bits):
     """|x - step * whole| <= step / 2, with float32's own rounding of x / step (24 bits) beside it,
     for rows of any size, with outliers; no digit overflows."""
     generator = torch.Generator().manual_seed(seed)
@@ -191,15 +318,20 @@ def test_digits_stand_for_the_nearest_step(seed, dtype, spread):
     )
     x[1, 3], x[2] = 1e4 * x[1].abs().max(), 0
     x = x.clamp(-6e4, 6e4).to(dtype)
-    digits, step = to_digits(x)
+    digits, step = to_digits(x, bits)
     n = 2 if dtype == torch.bfloat16 else 3
     assert digits.dtype == torch.uint8 and digits.shape == (n * 5, 64)
-    whole = sum(256**i * (part.double() - 128) for i, part in enumerate(digits.view(n, 5, 64)))
+    assert digits.max().item() < 2**bits
+    center = 2 ** (bits - 1)
+    whole = sum(
+        2 ** (bits * i) * (part.double() - center) for i, part in enumerate(digits.view(n, 5, 64))
+    )
     error = (x.double() - step.double() * whole).abs()
     assert (error <= step.double() * (0.5 + whole.abs() * 2**-23)).all()
     assert (whole[2] == 0).all()
 
 
+@needs_onednn
 @pytest.mark.parametrize("M", [1, 3, 6])
 def test_sums_of_digits_are_exact(M):
     """Largest digits against largest codes, and random ones: what an overflow would change. Sums
@@ -218,8 +350,8 @@ def test_sums_of_digits_are_exact(M):
 
 @pytest.mark.attack
 def test_a_processor_that_overflows_is_found_out(small_is_large):
-    """oneDNN held to AVX2 adds pairs of products in 16 bits: then this form is not used, and
-    products stay right."""
+    """oneDNN held to AVX2 adds pairs of products in 16 bits: then fbgemm multiplies digits of 7
+    bits, and products stay right."""
     code = """
 import torch
 from weights import cpu
@@ -231,37 +363,38 @@ found = QuantizedLinear.from_float(linear, "int8")
 found.pack()
 y = found(torch.full((1, 256), 1.0))
 assert (y - 5.12).abs().max() < 0.05, y
-print(cpu.sums_exactly(), found.packed is not None)
+print(cpu.sums_exactly(cpu.PackedInt8), type(found.packed).__name__)
 """
     env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    if done.stdout.split() == ["True", "True"]:
+    if done.stdout.split()[0] == "True":
         pytest.skip("this processor's AVX2 adds 8-bit products exactly")
-    assert done.stdout.split() == ["False", "False"]
+    assert done.stdout.split() == ["False", "FbgemmInt8"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_int8_products_are_those_of_the_stored_weights(small_is_large, dtype):
+def test_int8_products_are_those_of_the_stored_weights(small_is_large, int8_form, dtype):
     """|error| <= step / 2 * sum |w| a row, and roundings: n u of float32 for what combines and
     scales, u of the result type. In the worst row there is, one outlier and nothing else, too."""
     linear = nn.Linear(512, 96, bias=False, dtype=dtype).requires_grad_(False)
     parts = quantize_tensor(linear.weight, "int8")
     w = dequantize_tensor(parts, "int8").double()
     found = packed(linear, "int8")
-    assert isinstance(found.packed, PackedInt8) and found.codes.is_meta
+    assert type(found.packed) is int8_form and found.codes.is_meta
     for M in (1, 2, 6, 40):
         x = torch.randn(M, 512).to(dtype)
         x[0], x[0, 9] = x[0] * 1e-3, 50.0
-        _, step = to_digits(x)
+        _, step = to_digits(x, found.packed.digit_bits)
         bound = step.double() / 2 * w.abs().sum(1) + x.double().abs() @ w.abs().T * (
             4 * 2**-24 + torch.finfo(dtype).eps
         )
         assert ((found(x).double() - x.double() @ w.T).abs() <= bound).all()
 
 
+@needs_onednn
 def test_digits_lose_less_than_a_bfloat16_result(small_is_large):
     """The worst row of 16384 inputs, max |x| = sqrt(in) rms(x): root mean square of the digits'
     error over that of the results, against 2^-9 / sqrt(3), what rounding the result to bfloat16
@@ -279,7 +412,7 @@ def test_digits_lose_less_than_a_bfloat16_result(small_is_large):
     assert error < 2**-9 / 3**0.5, error
 
 
-def test_a_row_alone_is_bit_for_bit_the_row_among_others(small_is_large):
+def test_a_row_alone_is_bit_for_bit_the_row_among_others(small_is_large, int8_form):
     """Integers add up the same in any company: a step, its verification and a prompt see one
     model."""
     found = packed(nn.Linear(512, 96, dtype=torch.bfloat16), "int8")
@@ -312,7 +445,7 @@ def test_int4_products_of_long_prompts_are_those_of_the_stored_weights(rows, sch
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_visible(small_is_large, wrong):
+def test_what_is_not_finite_stays_visible(small_is_large, int8_form, wrong):
     found = packed(nn.Linear(64, 32, dtype=torch.bfloat16), "int8")
     x = torch.randn(3, 64).bfloat16()
     want = found(x)
@@ -358,6 +491,7 @@ def test_what_a_kernel_holds_is_all_that_is_held_and_counted(folder_of, small_is
     )
 
 
+@needs_onednn
 def test_weights_on_the_left_are_counted_once(with_tiles, folder_of, small_is_large):
     """On processors without AMX too: int8 codes stay as they are, and so do their bytes."""
     stored = load_model(folder_of("llama-2"), dtype=torch.bfloat16, quantize="int8", pack=False)

@@ -428,8 +428,8 @@ def test_a_processor_that_adds_exactly_is_found_to():
     them must not hide so. A processor with VNNI has such products, unless oneDNN is held to older
     instructions."""
     if torch.cpu._is_vnni_supported() and "ONEDNN_MAX_CPU_ISA" not in os.environ:
-        assert cpu.sums_exactly()
-    if not cpu.sums_exactly():
+        assert cpu.sums_exactly(cpu.PackedInt8)
+    if not cpu.sums_exactly(cpu.PackedInt8):
         codes, x = (
             torch.full((32, 64), 127, dtype=torch.int8),
             torch.full((1, 64), 255, dtype=torch.uint8),
@@ -447,8 +447,10 @@ def test_a_processor_without_such_products_takes_others(monkeypatch):
         )
 
     monkeypatch.setattr(cpu, "has_tiles", lambda: False)
-    monkeypatch.setattr(cpu.PackedInt8, "prepack", missing)
-    assert cpu.sums_exactly.__wrapped__() is False
+    monkeypatch.setattr(cpu, "sums_exactly", cpu.sums_exactly.__wrapped__)
+    for form in (cpu.PackedInt8, cpu.FbgemmInt8):
+        monkeypatch.setattr(form, "prepack", missing)
+    assert cpu.int8_form(torch.zeros(cpu.LARGE_BYTES // 256, 256, dtype=torch.int8)) is None
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -1196,9 +1198,11 @@ def test_a_tied_head_keeps_the_rows_that_are_looked_up(folder_of, scheme, monkey
     pack_model(model)
     assert model.config.tie_embeddings and torch.equal(model.embed(tokens), want)
     assert not model.lm_head.codes.is_meta
-    # aten's int8 kernel, for processors whose integer products overflow, reads the stored codes
+    # aten's int8 kernel, for processors without exact sums of digits, reads the stored codes
     # themselves.
-    assert model.layers[0].ffn.down.codes.is_meta == (scheme != "int8" or cpu.sums_exactly())
+    down = model.layers[0].ffn.down
+    has_form = cpu.int8_form(torch.zeros(down.codes.shape, dtype=torch.int8)) is not None
+    assert down.codes.is_meta == (scheme != "int8" or has_form)
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int8-float32", "int4-g32"])

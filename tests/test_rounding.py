@@ -632,7 +632,8 @@ def test_an_engine_does_not_vouch_for_attention_that_depends_on_its_shape(monkey
 def test_an_engine_does_not_vouch_for_products_that_depend_on_their_shape(scheme, monkeypatch):
     # they remember
     monkeypatch.setattr(cpu, "find_packed_split", products.find_packed_split.__wrapped__)
-    monkeypatch.setattr(linears, "find_kernel_split", products.find_kernel_split.__wrapped__)
+    for module in (cpu, linears):
+        monkeypatch.setattr(module, "find_kernel_split", products.find_kernel_split.__wrapped__)
     monkeypatch.setattr(products, "invariant_row_counts", lambda *given, **options: [])
     model = large_numbers(SHAPE, quantize=scheme)
     assert batch_invariant_rows(model) == 0 and not Engine(model, 1, 64).identical

@@ -2,8 +2,10 @@
 
     PackedWeights, PackedInt8           weights (out, in), or int8 codes, in oneDNN's layout
     TransposedWeights, TransposedInt8   weights as they are, on the left of the product, for AMX
-    PlainWeights                        weights as they are, where neither gains
-    prepack_weight, prepack_int8        the class that suits the processor
+    FbgemmWeights, FbgemmInt8           float16 weights, or int8 codes, in fbgemm's layout, for
+                                        processors without 16-bit or VNNI instructions
+    PlainWeights                        weights as they are, where nothing gains
+    prepack_weight, int8_form           the class that suits the processor
     to_digits, from_digits              float activations as 8-bit digits, whose products with int8
                                         codes are exact sums
 
@@ -20,7 +22,10 @@ rows of a tile are used, and the same machine reads 21 to 33 GB/s.
 """
 
 import functools
+import threading
+import warnings
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ClassVar
 
 import torch
@@ -28,18 +33,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from exact.products import (
+    FBGEMM_ROW_COUNTS,
     INTEGER_SPLIT,
     LARGE_ROW_COUNTS,
     ROW_COUNTS,
     UNPADDED_ROW_COUNTS,
     RowSplit,
+    find_kernel_split,
     find_packed_split,
 )
 from weights.compiling import LIBRARY, is_small_batch, module_of, register_handle
+from weights.formats import row_chunks
 
+HALF_TYPES = (torch.bfloat16, torch.float16)
 # Larger weights do not fit the inner caches, so reading them is a product's cost.
 LARGE_BYTES = 2**21
 TILE_ROWS = 16  # of a tile of AMX
+# Weights that fbgemm packs at once, from float32 numbers of 128 MB. More parts cost 0.1 ms each.
+MAX_PART_WEIGHTS = 2**25
+NUM_PACKERS = 4  # parts that are packed at the same time
+FREE_PACKERS = threading.Semaphore(NUM_PACKERS)
 
 LIBRARY.define(
     "packed_product(Tensor x, Tensor handle, int out_features, ScalarType dtype) -> Tensor"
@@ -213,14 +226,130 @@ def has_tiles() -> bool:
 
 def prepack_weight(weight: Tensor) -> PackedWeights:
     """Weights (out, in) for products on a CPU, in the form that this processor reads fastest."""
-    if weight.dtype.itemsize == 2 and has_tiles():
-        return TransposedWeights(weight)
-    return PackedWeights(weight) if PackedWeights.is_faster(weight) else PlainWeights(weight)
+    return next(form for suits, form in FORMS if suits(weight))(weight)
+
+
+# ----------------------------------------------------------------------------------------- fbgemm
+
+
+def has_fbgemm() -> bool:
+    """Does torch pack for fbgemm, as it does by default on x86 processors with AVX2?"""
+    engine = torch.backends.quantized.engine
+    return engine in ("x86", "fbgemm") and engine in torch.backends.quantized.supported_engines
+
+
+@functools.cache
+def packers() -> ThreadPoolExecutor:
+    """Threads that pack for fbgemm, whose packing runs on one thread and takes 10 to 25 ns a
+    weight."""
+    return ThreadPoolExecutor(NUM_PACKERS, thread_name_prefix="packer")
+
+
+def as_float16(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight (rows, in) -> numbers (rows, in) float32, scale (rows, 1) float32: weight = numbers *
+    scale, where the scale is the power of two that puts a row's largest number into float16's
+    highest octave."""
+    weight = weight.float()
+    largest = weight.abs().amax(dim=1, keepdim=True).clamp(min=2.0**-100)
+    mantissa = torch.frexp(largest).mantissa  # 0.5 to 1
+    scale = largest / mantissa * 2.0**-16
+    return weight / scale, scale
+
+
+def fits_float16(weight: Tensor) -> bool:
+    """Are the numbers of `as_float16` float16's? A bfloat16 has 8 significant bits, so float16
+    holds it down to 2^-17, its own lowest bit being 2^-24: a row may span 33 octaves."""
+    for rows in row_chunks(*weight.shape):
+        numbers, _ = as_float16(weight[rows])
+        if not torch.equal(numbers.half().float(), numbers):
+            return False
+    return True
+
+
+class FbgemmWeights(PackedWeights):
+    """16-bit weights as float16 numbers with a scale a row, which lose nothing, in fbgemm's layout.
+    Activations and sums are float32, so that only the result is rounded.
+
+    For processors without instructions that multiply bfloat16: fbgemm converts weights in
+    registers and reads them once for 6 rows with AVX2, for 14 with AVX-512. aten reads them once a
+    row, and oneDNN lacks 16-bit products (AVX2) or converts more slowly (AVX-512).
+    """
+
+    tile_rows: ClassVar[dict[torch.dtype, int]] = dict.fromkeys(HALF_TYPES, 6)
+
+    def __init__(self, weight: Tensor):
+        super().__init__(weight)
+        self.dtype = torch.float32
+        scales = [as_float16(weight[rows])[1] for rows in row_chunks(*weight.shape)]
+        self.register_buffer("scale", torch.cat(scales).flatten(), persistent=False)  # (out,)
+
+    @classmethod
+    def find_row_split(cls, weight: Tensor) -> RowSplit:
+        threads = torch.get_num_threads()
+        max_first = cls.tile_rows[weight.dtype]
+        return find_kernel_split(
+            cls.kernel_on_ones, torch.float32, FBGEMM_ROW_COUNTS, threads, max_first
+        )
+
+    def prepack(self, weight: Tensor) -> list[Future]:
+        """Packed parts, which other threads finish. The number and size of the parts bound the
+        memory of their float32 numbers."""
+        parts = []
+        for part in weight.split(max(1, MAX_PART_WEIGHTS // weight.size(1))):
+            numbers = torch.empty(part.shape)
+            for rows in row_chunks(*part.shape):
+                numbers[rows] = as_float16(part[rows])[0]
+            FREE_PACKERS.acquire()
+            future = packers().submit(torch.ops.quantized.linear_prepack_fp16, numbers, None)
+            future.add_done_callback(lambda _: FREE_PACKERS.release())
+            parts.append(future)
+        return parts
+
+    def kernel(self, x: Tensor) -> Tensor:
+        """x (M, in) float32 -> products with the numbers (M, out) float32"""
+        product = torch.ops.quantized.linear_dynamic_fp16
+        products = [product(x, part.result()) for part in self.data]
+        return products[0] if len(products) == 1 else torch.cat(products, dim=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x.float()) * self.scale).to(x.dtype)
+
+    @staticmethod
+    def is_faster(weight: Tensor) -> bool:
+        is_half = weight.dtype in HALF_TYPES
+        return weight.device.type == "cpu" and is_half and has_fbgemm() and fits_float16(weight)
+
+
+def has_instructions(weight: Tensor) -> bool:
+    """Does this processor multiply 16-bit weights of this dtype by instructions of their own?"""
+    if weight.dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
+        return False
+    return weight.dtype in HALF_TYPES and PackedWeights.is_faster(weight)
+
+
+# The form of weights: the first that suits, with what each gains (docs/internals.md has the
+# times).
+FORMS: tuple[tuple[Callable[[Tensor], bool], type[PackedWeights]], ...] = (
+    # AMX: all rows of a tile are used.
+    (lambda weight: weight.dtype in HALF_TYPES and has_tiles(), TransposedWeights),
+    # AVX-512 with bfloat16 or float16: as fast as fbgemm, and no conversion.
+    (has_instructions, PackedWeights),
+    # AVX2, and AVX-512 without them.
+    (FbgemmWeights.is_faster, FbgemmWeights),
+    # Weights that no scale makes float16; large ones in float32; other processors than x86.
+    (PackedWeights.is_faster, PackedWeights),
+    (lambda weight: True, PlainWeights),
+)
+
+
+# ------------------------------------------------------------------------------------------- int8
 
 
 class PackedInt8(PackedWeights):
     """int8 codes (out, in) with a float32 scale a row. They multiply the uint8 digits of
     `to_digits`."""
+
+    digit_bits = 8
 
     def __init__(self, codes: Tensor, scale: Tensor):
         super().__init__(codes)
@@ -252,14 +381,6 @@ class PackedInt8(PackedWeights):
             "",
         )
 
-    @staticmethod
-    def is_faster(weight: Tensor) -> bool:
-        """Only large weights gain: the time to make digits is more than that to read small ones."""
-        is_large = weight.nbytes >= LARGE_BYTES
-        return (
-            weight.device.type == "cpu" and is_large and weight.size(1) <= 2**16 and sums_exactly()
-        )
-
 
 class TransposedInt8(PackedInt8):
     """int8 codes as they are, on the left of the product."""
@@ -280,56 +401,107 @@ class TransposedInt8(PackedInt8):
         return self.kernel(x)
 
 
-def prepack_int8(codes: Tensor, scale: Tensor) -> PackedInt8:
-    """int8 codes (out, in), in the form that this processor reads fastest."""
-    return TransposedInt8(codes, scale) if has_tiles() else PackedInt8(codes, scale)
+class FbgemmInt8(PackedInt8):
+    """int8 codes in fbgemm's layout. Without VNNI instructions processors add pairs of products in
+    16 bits, which hold 2 * 127 * 127: so digits have 7 bits here."""
+
+    digit_bits = 7
+
+    @classmethod
+    def find_row_split(cls, weight: Tensor) -> RowSplit:
+        return RowSplit((1,), is_exact=True)  # any number of rows will do, in one product
+
+    def prepack(self, weight: Tensor) -> torch.ScriptObject:
+        scales = torch.ones(len(weight))
+        zeros = torch.zeros(len(weight), dtype=torch.int64)
+        engine = torch.backends.quantized.engine
+        torch.backends.quantized.engine = "fbgemm"  # "x86" would pack for oneDNN
+        try:
+            with warnings.catch_warnings():  # that torch will replace the type of such tensors
+                warnings.simplefilter("ignore")
+                codes = torch._make_per_channel_quantized_tensor(weight, scales, zeros, 0)
+            return torch.ops.quantized.linear_prepack(codes, None)
+        finally:
+            torch.backends.quantized.engine = engine
+
+    def kernel(self, x: Tensor) -> Tensor:
+        """x (M, in) float32: whole numbers from -64 to 63"""
+        product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+        return product(x, 1.0, 64, self.data)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (M, in) uint8 digits -> (M, out) float32"""
+        return super().forward(x.float() - 64) * self.scale
+
+
+def int8_form(codes: Tensor) -> type[PackedInt8] | None:
+    """The form of int8 codes (out, in) that this processor reads fastest; None: digits gain
+    nothing. Only large weights gain, because the time to make digits is more than that to read
+    small ones. Sums of more than 2^16 products could overflow."""
+    if codes.device.type != "cpu" or codes.nbytes < LARGE_BYTES or codes.size(1) > 2**16:
+        return None
+    # oneDNN's kernels for AMX and VNNI read as fast as fbgemm's, and compute faster.
+    forms = (TransposedInt8,) if has_tiles() else (PackedInt8, FbgemmInt8)
+    return next((form for form in forms if sums_exactly(form)), None)
 
 
 @functools.cache
-def sums_exactly() -> bool:
-    """Does this processor add products of 8-bit numbers without overflow? Without VNNI instructions
-    it may add pairs in 16 bits, which the largest values exceed. Processors other than x86 may lack
-    the operator."""
+def sums_exactly(form: type[PackedInt8]) -> bool:
+    """Does this processor add products of the form's digits without overflow? Without VNNI
+    instructions it may add pairs in 16 bits, which the largest 8-bit values exceed. Processors
+    other than x86 may lack the operator."""
     n = 256
-    expected = torch.full((1, 32), float(127 * 127 * n))
+    largest = 2 ** (form.digit_bits - 1) - 1
+    digits = torch.full((1, n), 2**form.digit_bits - 1, dtype=torch.uint8)
     try:
-        packed = prepack_int8(torch.full((32, n), 127, dtype=torch.int8), torch.ones(32))
-        return torch.equal(packed.run_kernel(torch.full((1, n), 255, dtype=torch.uint8)), expected)
+        packed = form(torch.full((32, n), 127, dtype=torch.int8), torch.ones(32))
+        sums = packed(digits)
     except (RuntimeError, AttributeError):  # torch.ops lacks an operator that was not built
         return False
+    return torch.equal(sums, torch.full((1, 32), float(127 * largest * n)))
 
 
-def to_digits(x: Tensor) -> tuple[Tensor, Tensor]:
+def to_digits(x: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
     """x (M, in) -> digits (n * M, in) uint8, all rows' lowest digits first; step (M, 1) float32.
 
-    x is rounded to whole steps of its row: x = step * sum_i 256^i (digit_i - 128), |error| <= step
-    / 2. Two digits make a step max|x| / 32638, and the relative error of a product about 2^-16 /
-    sqrt(3) * max|x| / rms(x). As max|x| <= sqrt(in) * rms(x), that is below the rounding of a
-    bfloat16 result, 2^-9 / sqrt(3), for up to 16384 inputs. Three digits, a step of max|x| /
-    8355710, do the same for float32.
+    x is rounded to whole steps of its row: with a base of 2^bits and digits less their center, base
+    / 2, x = step * sum_i base^i (digit_i - center), |error| <= step / 2. The relative error of a
+    product is about step / sqrt(12) / rms(x).
+
+    With 8 bits, two digits make a step max|x| / 32638, and that error 2^-16 / sqrt(3) * max|x| /
+    rms(x). As max|x| <= sqrt(in) * rms(x), it is below the rounding of a bfloat16 result, 2^-9 /
+    sqrt(3), for up to 16384 inputs. Three digits, a step of max|x| / 8355710, do the same for
+    float32.
+
+    With 7 bits, two digits make a step max|x| / 8126, four times as long: the error is below the
+    rounding of a bfloat16 result up to max|x| = 31 rms(x), so for up to 961 inputs whatever they
+    are. Three digits, a step of max|x| / 1040318, are below that of a float16 result for up to 2^17
+    inputs, and lose 2^-21 / sqrt(3) * max|x| / rms(x) of a float32 result.
     """
     n = 2 if x.dtype == torch.bfloat16 else 3
-    # The largest number whose digits are all 127, less 1 for rounding x / step.
-    max_steps = sum(127 * 256**i for i in range(n)) - 1
+    base = 2**bits
+    center = base // 2
+    # The largest number whose digits are all center - 1, less 1 for rounding x / step.
+    max_steps = sum((center - 1) * base**i for i in range(n)) - 1
     # Cast before the maximum: compiled code may hold x unrounded, and a rounded maximum would be
     # too small.
     x = x.float()
     # clamp keeps NaN, so one NaN makes its row's results NaN.
     step = x.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / max_steps
-    rest = (x / step).round().to(torch.int32) + sum(128 * 256**i for i in range(n))
+    rest = (x / step).round().to(torch.int32) + sum(center * base**i for i in range(n))
     digits = []
     for _ in range(n - 1):
-        digits.append(rest & 255)
-        rest = rest >> 8
+        digits.append(rest & (base - 1))
+        rest = rest >> bits
     digits = torch.stack([*digits, rest]).to(torch.uint8)
     return digits.flatten(0, 1), step  # (n, M, in) -> (n * M, in)
 
 
-def from_digits(y: Tensor, step: Tensor) -> Tensor:
+def from_digits(y: Tensor, step: Tensor, bits: int = 8) -> Tensor:
     """Products (n * M, out) of digits, and the rows' steps (M, 1) -> products (M, out) float32."""
     *lower, total = y.view(-1, step.size(0), y.size(1)).unbind()  # n of (M, out)
     for digit in reversed(lower):
-        total = torch.add(digit, total, alpha=256)
+        total = torch.add(digit, total, alpha=2**bits)
     return total * step
 
 

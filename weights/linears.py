@@ -325,9 +325,10 @@ class Int8Linear(QuantizedLinear):
 
     def prepack(self):
         on_cpu = self.codes.device.type == "cpu"
-        if PackedInt8.is_faster(self.codes):
+        form = cpu.int8_form(self.codes)
+        if form is not None:
             # Detached: a parameter of the packed module would be counted twice.
-            self.packed = cpu.prepack_int8(self.codes.detach(), self.scale.detach())
+            self.packed = form(self.codes.detach(), self.scale.detach())
             self.free("codes")
         elif on_cpu and self.in_features % KERNEL_LANES:
             super().prepack()
@@ -344,8 +345,9 @@ class Int8Linear(QuantizedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         if isinstance(self.packed, PackedInt8):
-            digits, step = cpu.to_digits(x)
-            return cpu.from_digits(self.packed(digits), step).to(x.dtype)
+            bits = self.packed.digit_bits
+            digits, step = cpu.to_digits(x, bits)
+            return cpu.from_digits(self.packed(digits), step, bits).to(x.dtype)
         if not self.is_packed or self.packed is not None or is_fused(x):
             return super().product(x)
         if x.device.type == "cpu":
