@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 import decoding.sampling as sampling
 from decoding.costs import Costs
+from decoding.memory import Memories
 from decoding.readback import NO_DRAFT, timestamp
 from decoding.runner import ModelRunner
 from decoding.sampling import (
@@ -261,8 +262,8 @@ def run_round(
     """Decide 1 to K + 1 tokens of every one of the `rows` (decoding/runner.py), K = state.k.
     Returns a timestamp, taken when drafting has ended and verification begins.
 
-    `forced_tokens` (B, K) replace the drafted ones. Rows outside drafter.rows_to_draft are decided
-    as in plain decoding.
+    `forced_tokens` (B, K) replace the drafted ones. A row's draft ends where drafter.rows_to_draft
+    does; without any it is decided as in plain decoding.
     """
     state, target, drafter = rows
     # SPECULATE: K tokens for every row, and the distributions that the drafter drew them from.
@@ -270,8 +271,8 @@ def run_round(
     num_drafted = draft_tokens.size(1)
     assert num_drafted == state.k, f"{num_drafted} tokens were drafted instead of {state.k}"
     if not state.all_draft or drafter.max_positions < state.parked_pos:
-        may_draft = drafter.rows_to_draft(state)  # (B,)
-        draft_probs = torch.where(may_draft[:, None, None], draft_probs, 0)
+        may_draft = drafter.rows_to_draft(state)  # (B, K)
+        draft_probs = torch.where(may_draft[..., None], draft_probs, 0)
     drafted_at = timestamp(draft_tokens.device)
     if forced_tokens is not None:
         draft_tokens = forced_tokens
@@ -352,7 +353,7 @@ class Drafter(nn.Module):
 
     auto_k = (1, 2, 3, 5, 8)  # the choices of `auto`, besides 0
     owns_cache = False  # does its model have a cache of its own, and so need every prompt?
-    # Set by `choose_k` for the step that it plans: the requests that take a suffix draft instead of
+    # Set by `choose_k` for the requests that it plans: those that take a suffix draft instead of
     # the model's, and whether the model runs at all.
     suffix_requests = frozenset()
     runs_model = True
@@ -369,6 +370,11 @@ class Drafter(nn.Module):
     def __init__(self, model: Transformer | None = None):
         super().__init__()
         self.model = model  # `propose` runs it; None: no model
+        self.memories = Memories(self.new_figures)
+
+    def new_figures(self) -> object:
+        """Running figures of its own, which `choose_k` finds in `memory.figures` of the requests,
+        all of one memory."""
 
     def setup(
         self,
@@ -412,8 +418,8 @@ class Drafter(nn.Module):
         unread: int,
         draft_length: "DraftLength",
     ) -> int:
-        """Called before each step, on the host: the number of tokens that it drafts for these
-        scheduler.Requests, 0 for a plain step. `unread`: as of `expect`."""
+        """Called before each step, on the host, for the scheduler.Requests of each memory: the
+        number of tokens that the step drafts for them, 0 for none. `unread`: as of `expect`."""
         expected = self.expect(requests, unread)
         has_draft = any(row != [] for row in expected)
         return draft_length.choose(expected) if has_draft else 0
@@ -441,9 +447,11 @@ class Drafter(nn.Module):
         return request.num_positions < self.max_positions
 
     def rows_to_draft(self, state: nn.Module) -> Tensor:
-        """(B,) whether the row's tokens may be drafted, and whether all k of them lie within
+        """(B, K) whether the row's tokens may be drafted there, and whether all of them lie within
         `max_positions`."""
-        return state.may_draft & (state.pos + state.k < self.max_positions)
+        limit = state.draft_limit.clamp(max=state.k)
+        is_within = state.pos + limit < self.max_positions  # (B,)
+        return state.positions_to_draft() & is_within[:, None]
 
     def advance(self, n_accepted: Tensor) -> None:
         """The state holds the decision: n_accepted (B,) of the proposal, and one token more."""
@@ -452,9 +460,9 @@ class Drafter(nn.Module):
         """Called on the host for each drafted row of a round, with the sum of min(p, q) at its
         first drafted token."""
 
-    def observe_step(self, step, num_tokens: float) -> None:
-        """Called on the host for each step or round, with its decoding.statistics.StepRecord and
-        the number of tokens that a row received on average."""
+    def observe_step(self, plan, num_tokens: float) -> None:
+        """Called on the host for each decoding.memory.DraftPlan of a step or round, with the number
+        of tokens that a row of it received on average."""
 
     def passes(self, k: int) -> int:
         """How many passes the drafter's model makes to draft k tokens."""

@@ -25,6 +25,7 @@ from torch import Tensor
 import decoding.validation as validation
 from decoding.costs import Costs, costs_at
 from decoding.logits import top_logprobs
+from decoding.memory import DraftPlan, Memory
 from decoding.options import EngineOptions
 from decoding.readback import Readback, StepResult, seconds_between, step_times, timestamp
 from decoding.runner import PREFILL_CHUNK, ModelRunner, Rows, clear_positions, copy_positions
@@ -127,9 +128,14 @@ class Step(NamedTuple):
     k: int = 0  # drafted tokens; 0: a plain step
     begin_s: float = 0.0  # time.perf_counter as the host began to plan it
     draft_s: float = 0.0  # seconds that the host then drafted
-    suffix_requests: frozenset[Request] = frozenset()  # of a round, as Drafter's
-    runs_model: bool = True  # likewise
-    costs: Costs | None = None  # that it was planned by
+    plans: Sequence[DraftPlan] = ()  # one for each memory of its requests
+    runs_model: bool = True  # does the drafter's model run?
+    costs: Costs | None = None  # of all its rows
+
+    @property
+    def suffix_requests(self) -> frozenset[Request]:
+        """The requests that take a suffix draft instead of the model's."""
+        return frozenset().union(*(plan.suffix_requests for plan in self.plans))
 
 
 class Engine:
@@ -183,6 +189,8 @@ class Engine:
         self.chunk = self.runner.chunk
         self.runners = [self.runner]  # models with separate caches; prompts run through each
         self.drafter.owner = weakref.ref(self)  # a cycle would keep both until a collection
+        self.memories = self.drafter.memories
+        self.memories.shared.draft_length = None  # costs are this engine's
         self.drafter.setup(self.state, self.max_k, self.runner, self.maybe_compile)
         if self.drafter.owns_cache:
             self.runners.append(self.drafter.runner)
@@ -195,7 +203,6 @@ class Engine:
         # their number of rows and attended length.
         self.costs: Costs | None = None
         self.measured_costs: dict[int, dict[int, Costs]] = {}
-        self.draft_length: DraftLength | None = None
         self.has_outgrown_draft = False  # has a text gone beyond the draft's context?
         self.readback = Readback(self.device, self.ranks.timeout_s)
         self.read_at = 0.0  # time of the last read
@@ -294,9 +301,11 @@ class Engine:
         )
         self.next_id += 1
         # The acceptance so far stays valid, unless another K was set since.
-        learned = self.draft_length
+        shared = self.memories.shared
+        learned = shared.draft_length
         if learned is None or (learned.k != self.speculate_k and not self.requests):
-            self.draft_length = DraftLength(self.speculate_k, self.costs)
+            shared.draft_length = DraftLength(self.speculate_k, self.costs)
+        self.memories.assign(request, self.requests.values())
         self.requests[request.id] = request
         self.scheduler.add(request)
         return request.id
@@ -348,15 +357,15 @@ class Engine:
             if not requests:
                 return events + self.read(0)
             begin_s = time.perf_counter()
-            k = self.choose_k(requests)
-            if k and self.lacks_positions(requests):
+            plans = self.plan_drafts(requests)
+            if any(plan.k for plan in plans) and self.lacks_positions(requests):
                 events += self.read(0)
                 requests = [request for request in requests if request.finish_reason is None]
                 if not requests:
                     return events
                 for request in requests:
                     self.prefill_draft(request.slot, request.num_positions - 1)
-            step = self.plan(requests, k, begin_s)
+            step = self.plan(requests, plans, begin_s)
             result = self.run(step.rows, step.length, step.k)
             self.readback.send(result, step)
             return events + self.read(self.max_waiting())
@@ -426,7 +435,8 @@ class Engine:
             lacks_one = request.num_computed == end - 1
             if lacks_one and end > 1 and len(self.requests) > 1 and not self.runs_rounds:
                 return 0  # nothing ran
-        step = Step([(0, request)], self.rows(slot.index, slot.index + 1), end)
+        plans = [DraftPlan(request.memory, (request,))]
+        step = Step([(0, request)], self.rows(slot.index, slot.index + 1), end, plans=plans)
         state, target, _ = step.rows
         try:
             h = target.prefill(state.tokens, request.num_computed, end, self.chunk)  # (1, T, D)
@@ -482,33 +492,66 @@ class Engine:
             records = top_logprobs(logits, next_ids, request.num_prompt_logprobs)
             request.prompt_logprobs += records[0].tolist()
 
-    def choose_k(self, requests: list[Request]) -> int:
-        """How many tokens the next step of these requests drafts; 0 for a plain step."""
-        if self.measured_costs:
-            begin, end = self.row_range([request.slot.index for request in requests])
-            attended = self.runner.bucket_length(self.max_length(requests))
-            costs_by_rows = {
-                num_rows: costs_at(costs_by_length, attended)
-                for num_rows, costs_by_length in self.measured_costs.items()
-            }
-            self.costs = costs_at(costs_by_rows, end - begin)
-        if self.options.fixed_width_steps:
-            return self.max_k
-        if not self.ks:
-            return 0
-        self.draft_length.costs = self.costs
-        return self.drafter.choose_k(requests, self.readback.unread, self.draft_length)
+    def costs_of(self, num_rows: int, length: int) -> Costs | None:
+        """Costs of steps of so many rows at this length; those that were set if none were
+        measured."""
+        if not self.measured_costs:
+            return self.costs
+        attended = self.runner.bucket_length(length)
+        costs_by_rows = {
+            measured_rows: costs_at(costs_by_length, attended)
+            for measured_rows, costs_by_length in self.measured_costs.items()
+        }
+        return costs_at(costs_by_rows, num_rows)
+
+    def plan_drafts(self, requests: list[Request]) -> list[DraftPlan]:
+        """What the requests of each memory draft in the next step, as if those of others were not
+        there. Which other rows run, and how far they are, may depend on numbers that a request
+        shares with them: one that learns alone counts the costs of a full batch at its own
+        length."""
+        begin, end = self.row_range([request.slot.index for request in requests])
+        self.costs = self.costs_of(end - begin, self.max_length(requests))
+        by_memory: dict[Memory, list[Request]] = {}
+        for request in requests:
+            by_memory.setdefault(request.memory, []).append(request)
+        if self.options.fixed_width_steps or not self.ks:
+            return [DraftPlan(*group, self.max_k, self.costs) for group in by_memory.items()]
+        plans = [self.plan_draft(*group) for group in by_memory.items()]
+        drafting = [plan for plan in plans if plan.k]
+        self.drafter.runs_model = not drafting or any(plan.runs_model for plan in drafting)
+        self.drafter.suffix_requests = frozenset().union(*(plan.suffix_requests for plan in plans))
+        return plans
+
+    def plan_draft(self, memory: Memory, requests: list[Request]) -> DraftPlan:
+        """What the requests of one memory draft."""
+        unread = sum(
+            plan.k + 1
+            for *_, step in self.readback.waiting
+            for plan in step.plans
+            if plan.memory is memory
+        )
+        costs = self.costs
+        if not memory.is_shared:
+            length = min(requests[0].num_positions + unread, self.max_seq_length)
+            costs = self.costs_of(self.batch_size, length)
+        if memory.draft_length is None:
+            memory.draft_length = DraftLength(self.speculate_k, costs)
+        memory.draft_length.costs = costs
+        k = self.drafter.choose_k(requests, unread, memory.draft_length)
+        drafter = self.drafter
+        return DraftPlan(memory, requests, k, costs, drafter.suffix_requests, drafter.runs_model)
 
     def max_length(self, requests: list[Request]) -> int:
         """An upper bound on the decided positions of these requests."""
         length = max(request.num_positions for request in requests) + self.readback.unread
         return min(length, self.max_seq_length)
 
-    def plan(self, requests: list[Request], k: int, begin_s: float) -> Step:
-        """The next step of these requests, which drafts k tokens. The host began to choose k at
-        `begin_s`."""
+    def plan(self, requests: list[Request], plans: list[DraftPlan], begin_s: float) -> Step:
+        """The next step of these requests, which drafts as planned. The host began to plan drafts
+        at `begin_s`."""
         begin, end = self.row_range([request.slot.index for request in requests])
         draft_s = time.perf_counter() - begin_s
+        k = max(plan.k for plan in plans)
         for request in requests:
             request.num_launched += 1
             has_run = k > 0 and self.drafter.runs_model
@@ -516,7 +559,8 @@ class Engine:
         rows = self.rows(begin, end)
         rows.drafter.runs_model = self.drafter.runs_model
         running = [(request.slot.index - begin, request) for request in requests]
-        rows.state.prepare_step(running)
+        limits = {request: plan.k for plan in plans for request in plan.requests}
+        rows.state.prepare_step(running, limits)
         return Step(
             running,
             rows,
@@ -524,7 +568,7 @@ class Engine:
             k,
             begin_s,
             draft_s,
-            self.drafter.suffix_requests,
+            plans,
             self.drafter.runs_model,
             self.costs,
         )
@@ -600,7 +644,7 @@ class Engine:
             if request.ending is not None:
                 self.finish(request, request.ending)
         if self.runs_rounds and running:
-            self.observe(step, result, running, record, len(events))
+            self.observe(step, result, running)
         self.read_at = now
         return events
 
@@ -643,31 +687,29 @@ class Engine:
             step.runs_model,
         )
 
-    def observe(
-        self,
-        step: Step,
-        result: StepResult,
-        running: Sequence,
-        record: StepRecord | None,
-        num_tokens: int,
-    ) -> None:
-        """Tell the drafter and DraftLength how a step went, which decided so many tokens."""
-        drawn = [row for row, request in running if request not in step.suffix_requests]
-        if step.k and drawn:
-            self.observe_round(result, drawn)
-        if record is not None:
-            self.drafter.observe_step(record, num_tokens / len(running))
+    def observe(self, step: Step, result: StepResult, running: Sequence) -> None:
+        """Tell the drafter and DraftLength how a step went, memory by memory."""
+        for plan in step.plans:
+            mine = [(row, request) for row, request in running if request in plan.requests]
+            rows = [row for row, _ in mine]
+            drawn = [row for row, request in mine if request not in plan.suffix_requests]
+            if plan.k and drawn:
+                self.observe_round(plan, result, drawn)
+            if rows and result.times:
+                num_tokens = sum(len(result.ids_of(row)) for row in rows)
+                self.drafter.observe_step(plan, num_tokens / len(rows))
 
-    def observe_round(self, result: StepResult, rows: list[int]) -> None:
+    def observe_round(self, plan: DraftPlan, result: StepResult, rows: list[int]) -> None:
         """Tell the drafter and DraftLength how a round went. `rows`: those that the drafter's model
         drafted for, or all of them if the drafter has no model."""
+        draft_length = plan.memory.draft_length
         drafted_rows = [row for row in rows if result.accepted[row] >= 0]
-        self.draft_length.drafted(len(drafted_rows), len(rows))
+        draft_length.drafted(len(drafted_rows), len(rows))
         for row in drafted_rows:
             overlaps = result.overlaps_of(row)
             self.drafter.observe(overlaps[0])
             for overlap in overlaps[: len(result.ids_of(row))]:
-                self.draft_length.observe(overlap)
+                draft_length.observe(overlap)
 
     # ------------------------------------------------------------------------ before requests come
 

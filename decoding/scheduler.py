@@ -61,11 +61,18 @@ class Request(RequestStatistics):
     # the first pass of a round computes.
     is_draft_behind: bool = False
     can_draft: bool = True  # did the drafter have a proposal?
+    memory: object = None  # what its drafts have learned: decoding/memory.py
 
     @property
     def path(self) -> str:
         """The path of its sampling, or the one whose code also reads masks."""
         return self.sampling.path if self.grammar is None else PENALIZED
+
+    @property
+    def noise_seed(self) -> int | None:
+        """The seed of the random numbers that decide its tokens; None for greedy text, which needs
+        none."""
+        return None if self.sampling.is_greedy else self.seed
 
     @property
     def num_positions(self) -> int:

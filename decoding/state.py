@@ -7,7 +7,8 @@ engine.decode_step and speculative.verify_step are the steps that change a State
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +70,7 @@ class State(nn.Module):
         self.parked_pos = S
         self.k = 0  # for drafters: tokens to draft in this round
         self.length = 0  # for drafters: no row has more positions filled after the round
-        self.all_draft = True  # of `prepare_step`: may the tokens of every row be drafted?
+        self.all_draft = True  # of `prepare_step`: may all k tokens of every row be drafted?
         self.constrained = []  # of `prepare_step`: (row, request) pairs with a grammar
 
         def fixed(name: str, *shape: int, value=0, dtype: torch.dtype | None = None) -> None:
@@ -87,7 +88,7 @@ class State(nn.Module):
         fixed("done", B, value=True)
         fixed("seed", B)
         fixed("stop_ids", B, MAX_STOP_IDS, value=-1)
-        fixed("may_draft", B, value=True)  # may the row's tokens be drafted?
+        fixed("draft_limit", B, value=K)  # tokens that a round may draft for the row
         fixed("values", B, len(SETTINGS), value=0.0)  # of the rows' samplings
         fixed("biases", B, 2, MAX_BIASES, value=0.0)
         num_words = math.ceil(vocab_size / 32)
@@ -120,7 +121,6 @@ class State(nn.Module):
             "prompt_length": len(request.prompt),
             "end": request.end,
             "seed": request.seed,
-            "may_draft": request.may_draft,
             "values": request.sampling.values,
             "biases": request.sampling.biases,
             "masks": -1,
@@ -128,11 +128,22 @@ class State(nn.Module):
         for name, value in values.items():
             getattr(self, name)[slot] = value
 
-    def prepare_step(self, requests: Sequence[tuple[int, object]]) -> None:
+    def prepare_step(
+        self,
+        requests: Sequence[tuple[int, object]],
+        limits: Mapping[object, int] = MappingProxyType({}),
+    ) -> None:
         """Choose the code for a step of these (row, scheduler.Request) pairs, and write the masks
-        of their grammars."""
+        of their grammars. `limits`: how many tokens of each request may be drafted, if any."""
         self.sampling_path = common_path(request for _, request in requests)
-        self.all_draft = all(request.may_draft for _, request in requests)
+        by_row = [0] * len(self.pos)
+        for row, request in requests:
+            by_row[row] = limits.get(request, 0) * request.may_draft
+        largest = max(limits.values(), default=0)
+        self.all_draft = all(by_row[row] == largest for row, _ in requests)
+        if largest:
+            by_row = torch.tensor(by_row, pin_memory=self.pos.is_cuda)
+            self.draft_limit.copy_(by_row, non_blocking=True)
         self.constrained = [
             (row, request) for row, request in requests if request.grammar is not None
         ]
@@ -149,6 +160,11 @@ class State(nn.Module):
             allowed = F.pad(allowed, (0, num_missing))  # zeros forbid ids that only the model has
             masks.fill_(-1)
             masks[: len(allowed)] = allowed
+
+    def positions_to_draft(self) -> Tensor:
+        """(B, k) whether the row's tokens may be drafted there."""
+        ahead = torch.arange(self.k, device=self.pos.device)
+        return ahead < self.draft_limit[:, None]
 
     def activate(self, slot: int, num_tokens: int) -> None:
         """Let steps decide this slot's tokens. Its prompt of num_tokens is in the caches."""

@@ -13,14 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from decoding.costs import expected_tokens
+from decoding.memory import DraftPlan
 from decoding.scheduler import Request
-from decoding.statistics import StepRecord
-from drafts.suffix import END, SuffixDraft
+from drafts.suffix import END, Acceptance, SuffixDraft
 from speculative import DECAY, MIN_GAIN, DraftLength, ModelDraft
 
 # The model's acceptance is only observed in rounds that run the model. When it is compared with a
 # suffix draft, this many accepted tokens are added, so that a model with a poor start runs again.
 OPTIMISM = 4.0
+
+
+class HybridFigures(Acceptance):
+    """Also running sums of decided tokens, and of the plain steps that they would have cost with
+    the suffix draft alone. They start with a few plain steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.decided_tokens = 8.0
+        self.suffix_cost = 8.0
 
 
 class HybridDraft(SuffixDraft):
@@ -34,16 +44,19 @@ class HybridDraft(SuffixDraft):
         self.owns_cache = model_draft.owns_cache
         self.max_draft_tokens = model_draft.max_draft_tokens
         self.max_positions = model_draft.max_positions
-        # Running sums: decided tokens, and the plain steps that they would have cost with the
-        # suffix draft alone. They start with a few plain steps.
-        self.decided_tokens = 8.0
-        self.suffix_cost = 8.0
+
+    def new_figures(self) -> HybridFigures:
+        return HybridFigures()
 
     def setup(self, *args) -> None:
         super().setup(*args)
         self.model_draft.setup(*args)
         self.runner = self.model_draft.runner
         self.num_input_tokens = self.model_draft.num_input_tokens
+        # (B,) whether the plan of a row runs the model; the same on the host
+        model_rows = torch.ones_like(self.draft_rows[:, 0], dtype=torch.bool)
+        self.register_buffer("model_rows", model_rows, persistent=False)
+        self.register_buffer("host_model_rows", model_rows.cpu().clone(), persistent=False)
 
     def row_view(self, begin: int, end: int) -> "HybridDraft":
         view = super().row_view(begin, end)
@@ -61,14 +74,17 @@ class HybridDraft(SuffixDraft):
         suffix drafts alone, which costs no drafting, also competes with rounds of the model."""
         expected = self.expect(requests, unread)
         can_run = [row is None for row in self.model_draft.expect(requests, unread)]
-        k, model_tokens = self.choose_round(expected, any(can_run), draft_length)
+        figures = requests[0].memory.figures
+        k, model_tokens = self.choose_round(expected, any(can_run), draft_length, figures)
         self.suffix_requests = set()
         for request, row, can in zip(requests, expected, can_run):
             if not can or sum(row[:k]) >= model_tokens:
                 self.suffix_requests.add(request)
             else:
-                self.draft_rows[request.slot.index, 1].fill_(END)
+                self.host_rows[request.slot.index, 1] = END
         self.runs_model = k == 0 or len(self.suffix_requests) < len(requests)
+        for request in requests:
+            self.host_model_rows[request.slot.index] = self.runs_model
         return k
 
     def choose_round(
@@ -76,6 +92,7 @@ class HybridDraft(SuffixDraft):
         expected: Sequence[list[float]],
         can_run: bool,
         draft_length: DraftLength,
+        figures: HybridFigures,
     ) -> tuple[int, float]:
         """K, and how many of the model's K tokens are expected to be accepted; 0 if the model does
         not run. `expected`: as `expect` has it, for the suffix drafts.
@@ -86,7 +103,7 @@ class HybridDraft(SuffixDraft):
         if draft_length.fixed is None:
             k, gain = draft_length.best_for(expected, runs_model=False)
             model_gain = draft_length.best(OPTIMISM)[1] / MIN_GAIN
-            gain = max(gain, self.decided_tokens / self.suffix_cost)
+            gain = max(gain, figures.decided_tokens / figures.suffix_cost)
             # Instead of plain steps `choose` also tries a model that does not pay.
             is_probe = k == 0 and model_gain < 1
             can_run = can_run and (gain < model_gain or is_probe)
@@ -106,15 +123,16 @@ class HybridDraft(SuffixDraft):
             return tokens, probs
         model_tokens, model_probs = self.model_draft.propose(state)
         has_suffix = probs[:, :1].sum(dim=-1) > 0  # (B, 1)
-        can_run = self.model_draft.rows_to_draft(state)[:, None, None]  # (B, 1, 1)
-        probs = torch.where(has_suffix[..., None], probs, can_run * model_probs)
+        self.model_rows.copy_(self.host_model_rows)
+        can_run = self.model_draft.rows_to_draft(state) & self.model_rows[:, None]  # (B, K)
+        probs = torch.where(has_suffix[..., None], probs, can_run[..., None] * model_probs)
         # At the addresses and strides of a compiled verification.
         model_tokens.copy_(torch.where(has_suffix, tokens, model_tokens))
         model_probs.copy_(probs)
         return model_tokens, model_probs
 
     def rows_to_draft(self, state: nn.Module) -> Tensor:
-        return state.may_draft  # a suffix draft may lie beyond the model's context
+        return state.positions_to_draft()  # a suffix draft may lie beyond the model's context
 
     def advance(self, n_accepted: Tensor) -> None:
         self.runs_model = True  # warm-up and calibration plan nothing, and run the model
@@ -122,15 +140,16 @@ class HybridDraft(SuffixDraft):
     def observe(self, overlap: float) -> None:
         self.model_draft.observe(overlap)
 
-    def observe_step(self, step: StepRecord, num_tokens: float) -> None:
+    def observe_step(self, plan: DraftPlan, num_tokens: float) -> None:
         """Tokens of the model's rounds count as plain steps: that is what the suffix draft had
         instead."""
-        if step.costs is None:
+        if plan.costs is None:
             return
-        cost = num_tokens if step.runs_model else step.costs.round(step.k, runs_model=False)
+        cost = num_tokens if plan.runs_model else plan.costs.round(plan.k, runs_model=False)
         decay = DECAY**num_tokens
-        self.decided_tokens = self.decided_tokens * decay + num_tokens
-        self.suffix_cost = self.suffix_cost * decay + cost
+        figures = plan.memory.figures
+        figures.decided_tokens = figures.decided_tokens * decay + num_tokens
+        figures.suffix_cost = figures.suffix_cost * decay + cost
 
     def passes(self, k: int) -> int:
         return self.model_draft.passes(k)

@@ -49,32 +49,24 @@ class Text:
 
     def __init__(self):
         self.ids: list[int] = []
-        self.seeds: list[int | None] = []  # of the noise that drew a token; None for greedy text
         self.ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
         self.draft_tokens: list[DraftToken] = []  # made before its newest tokens
 
-    def extend(self, ids: Sequence[int], seed: int | None = None) -> None:
+    def extend(self, ids: Sequence[int]) -> None:
         for id in ids:
             end = len(self.ids)
             self.ids.append(id)
-            self.seeds.append(seed)
             for n in GRAMS:
                 if n <= end + 1:
                     self.ends[tuple(self.ids[-n:])].append(end)
 
-    def longest_matches(
-        self,
-        context: Sequence[int],
-        seed: int | None,
-    ) -> tuple[int, list[int]]:
+    def longest_matches(self, context: Sequence[int]) -> tuple[int, list[int]]:
         """The length of the longest suffix of `context` that ends among the latest occurrences of
-        its longest indexed n-gram, and the positions after it, the latest first. Tokens of this
-        seed do not count, nor does the last token, which has no continuation."""
+        its longest indexed n-gram, and the positions after it, the latest first. The last token
+        does not count, because it has no continuation."""
         ends = []
         for n in GRAMS:
             latest = self.ends.get(tuple(context[-n:]), [])[: -MAX_OCCURRENCES - 1 : -1]
-            if seed is not None:
-                latest = [end for end in latest if self.seeds[end] != seed]
             ends = [end for end in latest if end < len(self.ids) - 1]
             if ends:
                 break
@@ -91,11 +83,10 @@ class Text:
         context: Sequence[int],
         depth: int,
         max_length: int,
-        seed: int | None = None,
     ) -> list[DraftToken]:
         """The tokens that most often followed the longest suffix of `context`, of at most `depth`
         tokens. A continuation that reaches the end of the text repeats."""
-        longest, ahead = self.longest_matches(context[-depth:], seed)
+        longest, ahead = self.longest_matches(context[-depth:])
         num_ids = len(self.ids)
         product = 1.0
         draft_tokens = []
@@ -113,13 +104,37 @@ class Text:
         return draft_tokens
 
 
+class Acceptance:
+    """Running sums by the bits of the match's length: accepted tokens, and shares of drafted ones.
+    They start with four tokens at 0.25 behind a match of one token, 0.63 behind two or three, 0.81
+    behind four to seven, near what texts of SmolLM2 showed. A match has at least one token, so the
+    first number is unused."""
+
+    def __init__(self):
+        self.accepted = [4 * (1 - 1.5 / 2**bits) for bits in range(32)]
+        self.shares = [4.0] * 32
+
+    def observe(self, drafted: DraftToken, is_accepted: bool) -> None:
+        bits = drafted.length_bits
+        self.accepted[bits] = self.accepted[bits] * DECAY + is_accepted
+        self.shares[bits] = self.shares[bits] * DECAY + drafted.share
+
+    def of(self, draft_tokens: Sequence[DraftToken]) -> list[float]:
+        """For each token the probability that it and all before it are accepted."""
+        product = 1.0
+        products = []
+        for token in draft_tokens:
+            bits = token.length_bits
+            product *= min(1.0, token.share * (self.accepted[bits] / self.shares[bits]))
+            products.append(product)
+        return products
+
+
 class SuffixDraft(Drafter):
     """Drafts of all requests, made on the host before each step and aligned on the device.
 
-    A sampled request never reads an earlier answer with its own seed: that answer was drawn with
-    the same noise, so the draft would be correlated with it, and the token after a rejection would
-    no longer follow the target's distribution. `depth`: the longest match; `pool_tokens`: the
-    pool's size."""
+    Only requests that share a memory read earlier answers (decoding/memory.py has the rule);
+    others draft from their own text. `depth`: the longest match; `pool_tokens`: the pool's size."""
 
     auto_k = (*Drafter.auto_k, 16)  # copied text has long accepted drafts
 
@@ -130,12 +145,9 @@ class SuffixDraft(Drafter):
         self.texts: dict[Request, Text] = {}
         # The latest answers, and those before them; each holds up to half of pool_tokens.
         self.pool = [Text(), Text()]
-        # Running sums by the bits of the match's length: accepted tokens, and shares of drafted
-        # ones. They start with four tokens at 0.25 behind a match of one token, 0.63 behind two or
-        # three, 0.81 behind four to seven, near what texts of SmolLM2 showed. A match has at least
-        # one token, so the first number is unused.
-        self.accepted = [4 * (1 - 1.5 / 2**bits) for bits in range(32)]
-        self.shares = [4.0] * 32
+
+    def new_figures(self) -> Acceptance:
+        return Acceptance()
 
     def setup(self, *args) -> None:
         super().setup(*args)
@@ -147,39 +159,32 @@ class SuffixDraft(Drafter):
         # least one END.
         draft_rows = torch.full((B, max_tokens + 2), END, device=device)
         self.register_buffer("draft_rows", draft_rows, persistent=False)
+        self.register_buffer("host_rows", draft_rows.cpu().clone(), persistent=False)
 
     def expect(self, requests: Sequence[Request], unread: int) -> list[list[float]]:
         for request in list(self.texts):
             if request.finish_reason is not None:
                 self.remember(request)
-        rows = torch.full_like(
-            self.draft_rows, END, device="cpu", pin_memory=self.draft_rows.is_cuda
-        )
-        max_length = rows.size(1) - 2
         expected = []
         for request in requests:
             text = self.read(request)
-            text.draft_tokens = []
-            if request.may_draft:
-                text.draft_tokens = self.best_continuation(text, noise_seed(request), max_length)
+            text.draft_tokens = self.best_continuation(text, request) if request.may_draft else []
             row = [len(text.ids) - 1, *(token.id for token in text.draft_tokens)]
-            rows[request.slot.index, : len(row)] = torch.tensor(row)
-            expected.append(self.acceptances(text.draft_tokens)[unread:])
-        self.draft_rows.copy_(rows, non_blocking=True)
+            host_row = self.host_rows[request.slot.index]
+            host_row.fill_(END)
+            host_row[: len(row)] = torch.tensor(row)
+            expected.append(request.memory.figures.of(text.draft_tokens)[unread:])
         return expected
 
-    def best_continuation(
-        self,
-        text: Text,
-        seed: int | None,
-        max_length: int,
-    ) -> list[DraftToken]:
+    def best_continuation(self, text: Text, request: Request) -> list[DraftToken]:
         """The continuation, from the text itself or the pool, with the most tokens expected."""
+        max_length = self.host_rows.size(1) - 2
+        memory = request.memory
+        sources = (text, *self.pool) if memory.is_shared else (text,)
         continuations = [
-            source.continuation(text.ids, self.depth, max_length, seed)
-            for source in (text, *self.pool)
+            source.continuation(text.ids, self.depth, max_length) for source in sources
         ]
-        return max(continuations, key=lambda tokens: sum(self.acceptances(tokens)))
+        return max(continuations, key=lambda tokens: sum(memory.figures.of(tokens)))
 
     def read(self, request: Request) -> Text:
         """The request's text with its newest tokens. These also update the acceptance of its
@@ -190,24 +195,12 @@ class SuffixDraft(Drafter):
         text = self.texts[request]
         tokens = request.tokens[len(text.ids) - len(request.prompt) :]
         for drafted, token in zip(text.draft_tokens, tokens):
-            bits = drafted.length_bits
             is_accepted = drafted.id == token
-            self.accepted[bits] = self.accepted[bits] * DECAY + is_accepted
-            self.shares[bits] = self.shares[bits] * DECAY + drafted.share
+            request.memory.figures.observe(drafted, is_accepted)
             if not is_accepted:
                 break
         text.extend(tokens)
         return text
-
-    def acceptances(self, draft_tokens: Sequence[DraftToken]) -> list[float]:
-        """For each token the probability that it and all before it are accepted."""
-        product = 1.0
-        products = []
-        for token in draft_tokens:
-            bits = token.length_bits
-            product *= min(1.0, token.share * (self.accepted[bits] / self.shares[bits]))
-            products.append(product)
-        return products
 
     def remember(self, request: Request) -> None:
         """Move an answer and the end of its prompt to the newer half of the pool. If that is full,
@@ -219,9 +212,12 @@ class SuffixDraft(Drafter):
             return
         if len(self.pool[0].ids) + len(ids) > size:
             self.pool = [Text(), self.pool[0]]
-        self.pool[0].extend(ids, noise_seed(request))
+        self.pool[0].extend(ids)
 
     def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
+        # A pinned copy, because the next step is planned before the device has read this one.
+        rows = self.host_rows.pin_memory() if self.draft_rows.is_cuda else self.host_rows
+        self.draft_rows.copy_(rows, non_blocking=True)
         self.maybe_compile(self.align, state, state.k)(state, state.k)
         return self.proposal(state.k)
 
@@ -247,9 +243,3 @@ class SuffixDraft(Drafter):
         self.tokens[:, :k] = tokens
         self.probs[:, :k] = 0.0
         self.probs.scatter_(2, tokens[..., None], is_drafted.float()[..., None])
-
-
-def noise_seed(request: Request) -> int | None:
-    """The seed of the noise that draws the request's tokens; None for greedy ones, which need no
-    noise."""
-    return None if request.sampling.is_greedy else request.seed

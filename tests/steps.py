@@ -37,7 +37,7 @@ def start_all_alike(
     state.prompt_length.fill_(n)
     state.seed.copy_(torch.tensor(seeds))
     state.values.copy_(sampling.values), state.biases.copy_(sampling.biases)
-    state.stop_ids.fill_(-1), state.may_draft.fill_(True), state.end.fill_(n - 1 + max_new_tokens)
+    state.stop_ids.fill_(-1), state.draft_limit.fill_(99), state.end.fill_(n - 1 + max_new_tokens)
     h = one.target.prefill(one.state.tokens, 0, n, engine.chunk)[:, -1]  # (1, D)
     if len(engine.runners) > 1:
         one.drafter.runner.prefill(one.state.tokens, 0, n, engine.chunk)

@@ -27,10 +27,11 @@ from cli.flags import parse_args
 from cli.main import run as run_args
 from decoding.costs import Costs, expected_tokens
 from decoding.engine import Engine
+from decoding.memory import DraftPlan
 from decoding.runner import ModelRunner, padded_length
 from decoding.sampling import Sampling
 from decoding.scheduler import Request, Slot
-from decoding.statistics import StepRecord, Timing
+from decoding.statistics import Timing
 from drafts.hybrid import OPTIMISM, HybridDraft
 from drafts.registry import check_draft, load_drafter
 from drafts.suffix import END
@@ -99,20 +100,29 @@ class Guessing(HybridDraft):
     def __init__(self, guesses: list[list[float]], can_run: list[bool]):
         super().__init__(StubDraft(can_run))
         self.guesses = guesses
-        self.draft_rows = torch.zeros(len(guesses), 4, dtype=torch.int64)
+        self.host_rows = torch.zeros(len(guesses), 4, dtype=torch.int64)
+        self.host_model_rows = torch.ones(len(guesses), dtype=torch.bool)
 
     def expect(self, requests, unread):
         return self.guesses
 
 
+def requests_of(drafter: Guessing) -> list[Request]:
+    memory = drafter.memories.shared
+    return [
+        Request(i, [1], Sampling(0), 9, slot=Slot(i), memory=memory)
+        for i in range(len(drafter.guesses))
+    ]
+
+
 def choice(guesses, can_run, length: DraftLength) -> tuple[int, list[int], bool]:
     """K, the rows that take the suffix draft, and whether the model runs. The suffix drafts of
     other rows must be emptied, and no others."""
-    requests = [Request(i, [1], Sampling(0), 9, slot=Slot(i)) for i in range(len(guesses))]
     drafter = Guessing(guesses, can_run)
+    requests = requests_of(drafter)
     k = drafter.choose_k(requests, 0, length)
     rows = [i for i, request in enumerate(requests) if request in drafter.suffix_requests]
-    emptied = (drafter.draft_rows[:, 1] == END).nonzero()[:, 0].tolist()
+    emptied = (drafter.host_rows[:, 1] == END).nonzero()[:, 0].tolist()
     assert sorted(rows + emptied) == list(range(len(guesses)))
     return k, rows, drafter.runs_model
 
@@ -171,7 +181,8 @@ def test_a_model_that_is_hardly_known_is_probe():
 
 def decided(drafter: HybridDraft, k: int, num_tokens: int, runs_model: bool) -> None:
     costs = length_of("auto", 0.8).costs
-    drafter.observe_step(StepRecord(k, 0.0, 0.0, 0.0, (), costs, runs_model), num_tokens)
+    plan = DraftPlan(drafter.memories.shared, (), k, costs, runs_model=runs_model)
+    drafter.observe_step(plan, num_tokens)
 
 
 def test_a_model_rests_where_the_suffix_draft_alone_is_faster():
@@ -182,7 +193,8 @@ def test_a_model_rests_where_the_suffix_draft_alone_is_faster():
     model_gain = length.best(OPTIMISM)[1] / MIN_GAIN
     assert model_gain == pytest.approx(2.8, abs=0.1)
     drafter = Guessing([[]], [True])
-    requests = [Request(0, [1], Sampling(0), 9, slot=Slot(0))]
+    figures = drafter.memories.shared.figures
+    requests = requests_of(drafter)
     assert drafter.choose_k(requests, 0, length) > 0
     for _ in range(10):
         decided(drafter, 8, 8, runs_model=False)
@@ -191,13 +203,13 @@ def test_a_model_rests_where_the_suffix_draft_alone_is_faster():
     while drafter.choose_k(requests, 0, length) == 0:
         decided(drafter, 0, 1, runs_model=True)
         steps += 1
-    rate = drafter.decided_tokens / drafter.suffix_cost
+    rate = figures.decided_tokens / figures.suffix_cost
     assert 5 < steps < 64 and rate == pytest.approx(model_gain, rel=0.05)
     decided(drafter, 8, 9, runs_model=True)
-    assert 1 < drafter.decided_tokens / drafter.suffix_cost < rate
+    assert 1 < figures.decided_tokens / figures.suffix_cost < rate
     for _ in range(100):
         decided(drafter, 8, 9, runs_model=True)
-    assert drafter.decided_tokens / drafter.suffix_cost == pytest.approx(1.0, rel=1e-3)
+    assert figures.decided_tokens / figures.suffix_cost == pytest.approx(1.0, rel=1e-3)
 
 
 # ---------------------------------------------------------------------------------------- batches
@@ -229,11 +241,11 @@ def test_greedy_text_is_plain_text_in_batches_of_mixed_rows(kind, models):
     engine = Engine(target, 4, 96, drafter=hybrid_of(kind, target, draft), speculate_k=3)
     known(engine)
     spy = Spy(engine)
-    engine.draft_length = None  # forget that a random model is never right
+    engine.memories.shared.draft_length = None  # forget that a random model is never right
     assert rows_of(target, PROMPTS, engine=engine, max_new_tokens=60) == want
     alone = []
     for prompt in PROMPTS:
-        engine.draft_length = None
+        engine.memories.shared.draft_length = None
         alone += rows_of(target, [prompt], engine=engine, max_new_tokens=60)
     assert alone == want
     assert min(spy.rounds.values()) > 3, spy.rounds
@@ -406,7 +418,7 @@ def test_auto(kind, models):
         assert rows_of(target, PROMPTS, engine=engine, max_new_tokens=60) == want
     assert spy.rounds["suffix"] > 5 and len({step[0] for step in spy.steps}) > 2
     ran = spy.rounds["model"] + spy.rounds["mixed"]
-    assert (engine.draft_length.weight != 4.0) == (ran > 0)
+    assert (engine.memories.shared.draft_length.weight != 4.0) == (ran > 0)
 
 
 @pytest.mark.compiled

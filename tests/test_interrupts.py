@@ -102,7 +102,7 @@ def turn(engine: Engine, prompts: list[list[int]], n: int, got: list | None = No
 def spoil(engine: Engine) -> None:
     """What nobody wrote since must not count."""
     engine.clear()
-    engine.draft_length = None  # what `auto` learned stays, and would choose other K
+    engine.memories.shared.draft_length = None  # else `auto` goes on
     for runner in engine.runners:
         for cache in runner.caches.layers:
             cache.k.fill_(9.0), cache.v.fill_(-9.0)
@@ -138,7 +138,7 @@ def check_lines(kind: str, model, every: int) -> None:
         prompt = [*PROMPT, *got, 40, 41]
         if len(got) not in follow:
             follow[len(got)] = turn(engine_of(kind, model), [prompt], 8)
-        engine.draft_length = None
+        engine.memories.shared.draft_length = None
         assert turn(engine, [prompt], 8) == follow[len(got)], where
         assert turn(other, others, 4) == want, where
         where += every

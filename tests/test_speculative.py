@@ -1159,7 +1159,7 @@ def test_rows_between_one_and_all_cost_in_proportion(margins):
         engine.add_request(PROMPTS[0], sampling=Sampling(0), max_new_tokens=40)
         engine.step()
         requests = engine.scheduler.decoding()
-        engine.choose_k(requests)
+        engine.plan_drafts(requests)
         planned.append(engine.costs)
     assert [costs.decode_s for costs in planned] == [1.0, 1.5, 2.0, 2.5, 3.0]
     assert [costs.verify_s[1] for costs in planned] == [1.25, 2.5, 3.75, 5.0, 6.25]

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from steps import token_records
-from test_speculative import BASE, PROMPTS, NoSync, joint_law, p_value, rows_of, tiny
+from test_speculative import BASE, PROMPTS, NoSync, rows_of, tiny
 
 import decoding.readback as clock
 import drafts.suffix as suffix
@@ -24,9 +24,9 @@ from generate import generate
 from speculative import Costs, DraftLength
 
 
-def text_of(ids: list[int], seed: int | None = None) -> Text:
+def text_of(ids: list[int]) -> Text:
     text = Text()
-    text.extend(ids, seed)
+    text.extend(ids)
     return text
 
 
@@ -211,14 +211,15 @@ def test_auto_learns_that_matches_lie(model):
     prompt = [n for i in range(8) for n in (1, 2, 3 + i)]  # 1 2 is always followed by another token
     want = rows_of(model, [prompt], max_new_tokens=60)
     assert rows_of(model, [prompt], engine=engine, max_new_tokens=60) == want
-    before = drafter.acceptances([DraftToken(5, 1.0, 2)])[0]
+    figures = drafter.memories.shared.figures
+    before = figures.of([DraftToken(5, 1.0, 2)])[0]
     lies = [1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2, 6, 1, 2, 7, 1, 2, 8]
     engine.add_request(lies[:2], sampling=Sampling(0), max_new_tokens=40)
     request = engine.next_prompt()
     for n in range(2, len(lies)):
         request.tokens = lies[2:n]
         drafter.expect([request], 0)
-    assert drafter.acceptances([DraftToken(5, 1.0, 2)])[0] < before
+    assert figures.of([DraftToken(5, 1.0, 2)])[0] < before
 
 
 def test_the_host_waits_for_nothing(model):
@@ -231,7 +232,7 @@ def test_the_host_waits_for_nothing(model):
     for _ in range(12):
         requests = engine.scheduler.decoding()
         with torch.inference_mode(), NoSync():
-            step = engine.plan(requests, engine.choose_k(requests), begin_s=0.0)
+            step = engine.plan(requests, engine.plan_drafts(requests), begin_s=0.0)
             result = engine.run(step.rows, step.length, step.k)
         engine.readback.send(result, step)
         engine.read(0)
@@ -239,36 +240,6 @@ def test_the_host_waits_for_nothing(model):
 
 
 # --------------------------------------------------------------------------------------- requests
-
-
-@pytest.mark.attack
-@pytest.mark.parametrize("same_noise", [False, True])
-def test_earlier_answers_of_a_seed_keep_the_law(monkeypatch, same_noise):
-    """The same prompt with the same seed twice: the second answer must have the target's law over
-    all seeds too. A draft from the first one, which came from the same noise, would break it: the
-    negative control."""
-    if same_noise:
-        monkeypatch.setattr(suffix, "noise_seed", lambda request: None)
-    model = tiny(3)
-    V, prompt, n = model.config.vocab_size, [1, 2, 3], 3
-    engine, counts = Engine(model, 1, 12, drafter=SuffixDraft(), speculate_k=2), torch.zeros(V**n)
-    options = {"engine": engine, "sampling": Sampling(1), "max_new_tokens": n}
-    for seed in range(1600):
-        engine.drafter.pool = [Text(), Text()]
-        for _ in range(2):
-            tokens = [id for _, id in generate(model, [prompt], seed=seed, **options)]
-        counts[sum(id * V**i for i, id in enumerate(reversed(tokens)))] += 1
-    p = p_value(counts, joint_law(model, prompt, n, Sampling(1)))
-    assert p < 1e-12 if same_noise else p > 1e-6
-
-
-def test_a_look_up_ends_among_the_requests_own_seed():
-    """However many answers of the seed a pool has: a look-up visits a bounded number of
-    positions."""
-    for num_own, is_drafted in ((10, True), (1000, False)):
-        pool = text_of([7, 5, -1], seed=1)
-        pool.extend([7, 6, -1] * num_own, 2)
-        assert [token.id for token in pool.continuation([7], 24, 1, seed=2)] == [5] * is_drafted
 
 
 class SlowLookUp(SuffixDraft):

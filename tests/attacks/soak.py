@@ -216,7 +216,7 @@ class Recorded(LLM):
     ) -> Iterator[RowAnswer]:
         rows = list(answers)
         # What `auto` learned in earlier answers would choose other K, and so other sampled text.
-        self.engine.draft_length = None
+        self.engine.memories.shared.draft_length = None
         number = len(self.answers)
         kept = Answer([], [])
         self.answers.append(kept)
