@@ -444,6 +444,7 @@ class Engine:
             self.record_prompt(request, h)
             request.num_computed = end
             if is_last_chunk:
+                state.length = end
                 state.prepare_step(step.requests)
                 decide(state, self.model.head(h[:, -1]))
         except (RuntimeError, ValueError) as error:

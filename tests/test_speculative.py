@@ -37,6 +37,7 @@ from decoding.sampling import (
 from decoding.scheduler import Request
 from decoding.state import State
 from decoding.statistics import Timing
+from drafts import ngram
 from drafts.ngram import NgramDraft
 from drafts.suffix import SuffixDraft
 from generate import generate
@@ -1321,7 +1322,8 @@ def test_prompt_lookup_finds_the_last_match_and_repeats_it():
         NgramDraft(2),
         ModelRunner(tiny(0, vocab_size=9), 4, 16, slack=5, compile=False),
     )
-    drafter.setup(state, 4, target, lambda function, state: function)
+    drafter.setup(state, 4, target, lambda function, *_: function)
+    state.length = 8
     drafter.update(state)
     assert state.can_draft.tolist() == [True, True, False, False]
     assert drafter.tokens[:2].tolist() == [[4, 1, 2, 4], [5, 5, 5, 5]]
@@ -1330,6 +1332,40 @@ def test_prompt_lookup_finds_the_last_match_and_repeats_it():
     state.done[0] = True  # a finished row asks for no more drafts
     drafter.update(state)
     assert state.can_draft.tolist() == [False, True, False, False] and drafter.probs[0].sum() == 0
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 40])
+def test_prompt_lookup_finds_what_a_naive_search_finds(n, monkeypatch):
+    """In texts of two and of many tokens, in a part of a slot's tensor: nothing behind the text's
+    length is read, and the work does not grow with N."""
+    generator = torch.Generator().manual_seed(n)
+    widths = []
+    latest_match = ngram.latest_match
+    monkeypatch.setattr(
+        ngram,
+        "latest_match",
+        lambda tokens, *rest: widths.append(tokens.size(1)) or latest_match(tokens, *rest),
+    )
+    model = tiny(0, vocab_size=100_000, max_seq_length=4096)
+    engine = Engine(model, 4, 4000, drafter=NgramDraft(n), speculate_k=3)
+    state = engine.state
+    for size in (2, 3, 100_000):
+        lengths = torch.randint(1, 60, (4,), generator=generator)
+        state.tokens.copy_(torch.randint(size, state.tokens.shape, generator=generator))
+        state.tokens[3, 5:45] = state.tokens[3, :40].clone()
+        state.pos.copy_(lengths - 1)
+        state.done.fill_(False)
+        state.length = 60
+        engine.drafter.update(state)
+        for row, length in enumerate(lengths.tolist()):
+            text = state.tokens[row, :length].tolist()
+            ends = [end for end in range(n, length) if text[end - n : end] == text[length - n :]]
+            assert bool(state.can_draft[row]) == bool(ends)
+            if ends:
+                period = length - ends[-1]
+                want = [text[length - period + i % period] for i in range(3)]
+                assert engine.drafter.tokens[row].tolist() == want
+    assert {*widths} == {engine.runner.bucket_length(61)} and widths[0] < 1000
 
 
 def test_layers_are_parsed_and_checked():
