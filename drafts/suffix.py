@@ -6,10 +6,11 @@ requests.
     SuffixDraft     drafts from the request's text and from earlier answers, and their expected
                     acceptance
 
-The index is a set of dicts on the host, and the host also chooses K. A lookup takes about 50 us
-whatever the pool's size, and needs only tokens that the host receives anyway. On a GPU those arrive
-a few steps late, so a draft is used only if it agrees with the tokens decided in the meantime. This
-file knows token ids alone.
+The index is a set of dicts on the host, and the host also chooses K. A look-up takes 50 to 100 us
+whatever the pool's size, and needs only tokens that the host receives anyway. A request's first one
+also indexes its prompt, at 2 to 10 us a token: 0.2 to 1.3 s for 131,072 of them. On a GPU tokens
+arrive a few steps late, so a draft is used only if it agrees with the tokens decided in the
+meantime. This file knows token ids alone.
 """
 
 from collections import Counter, defaultdict
