@@ -38,6 +38,7 @@ from decoding.settings import (
     DEFAULT_LENGTH,
     DEFAULT_NEW_TOKENS,
     DEFAULT_TEMPERATURE,
+    default_sampling,
     new_tokens,
 )
 from model import KVCache, Transformer
@@ -224,9 +225,9 @@ class LLM:
 
     A prompt is text, a list of token ids, or a list of messages ({"role", "content"}) for the
     model's chat template. Settings of a call: max_new_tokens (by default up to 200, as many as
-    fit), the fields of Sampling (temperature 0.8), seed, stop (strings), schema (a JSON schema that
-    the answer obeys), logits_processor, parse_special, and for messages tools, prefill and
-    chat_template_kwargs.
+    fit), the fields of Sampling (by default those of the folder's generation_config.json, else
+    temperature 0.8), seed, stop (strings), schema (a JSON schema that the answer obeys),
+    logits_processor, parse_special, and for messages tools, prefill and chat_template_kwargs.
 
     Computed positions stay cached between conversations: a prompt that begins like an earlier
     one runs only its rest. `start`, `step` and `abort` serve programs whose prompts come
@@ -252,7 +253,7 @@ class LLM:
         from decoding.options import EngineOptions
         from drafts.registry import find_draft, load_models
         from loading.hub import checkpoint_path
-        from loading.options import ModelOptions
+        from loading.options import ModelOptions, folder_sampling
         from loading.target import pick_device
 
         engine_names = {field.name for field in fields(EngineOptions)}
@@ -274,6 +275,8 @@ class LLM:
         engine = Engine(model, batch_size, length, drafter=drafter, **engine_options)
         calibrate_auto(engine)
         self._set(engine, tokenizer)
+        if not model_options.random_weights:
+            self.sampling |= folder_sampling(model_options.checkpoint, default_sampling)
 
     @classmethod
     def from_engine(cls, engine, tokenizer, stop_ids: Collection[int] | None = None) -> "LLM":
@@ -288,6 +291,7 @@ class LLM:
         self.tokenizer = tokenizer
         self.tokenizer_lock = threading.Lock()  # for it encodes in one mode at a time
         self.stop_ids = frozenset(tokenizer.stop_ids if stop_ids is None else stop_ids)
+        self.sampling = {"temperature": DEFAULT_TEMPERATURE}  # of calls that bring none
         self.running: dict[int, Answer] = {}  # by the id of their request
         self.logits_processor = engine.options.logits_processor  # of calls that bring none
         self.grammars = None  # made when a schema first comes
@@ -351,7 +355,7 @@ class LLM:
         ids = self.encode(prompt, **settings)
         limit = self.engine.max_seq_length
         max_new_tokens = new_tokens(max_new_tokens, ids, limit)
-        sampling = Sampling(**{"temperature": DEFAULT_TEMPERATURE, **sampling_settings})
+        sampling = Sampling(**self.sampling | sampling_settings)
         validation.check_lengths(self.engine.model, [ids], [max_new_tokens], limit)
         validation.check_settings(self.engine.model, sampling, seed, self.stop_ids)
         answer = Answer(

@@ -27,11 +27,20 @@ from decoding.settings import (
     DEFAULT_TEMPERATURE,
     RANDOM_SEED,
     SETTINGS,
+    default_sampling,
     is_random,
     random_seed,
 )
 from loading.hub import PATH_HELP, checkpoint_path
-from loading.options import DTYPES, SPEC_HELP, DraftOptions, ModelOptions, split_spec
+from loading.options import (
+    DTYPES,
+    SAMPLING_KEYS,
+    SPEC_HELP,
+    DraftOptions,
+    ModelOptions,
+    folder_sampling,
+    split_spec,
+)
 from weights.schemes import HEAD_HELP, SCHEMES
 
 VERSION = "0.3.0.dev0"
@@ -182,13 +191,10 @@ def parser() -> argparse.ArgumentParser:
     for name, setting in SETTINGS.items():
         default = DEFAULT_TEMPERATURE if name == "temperature" else setting.default
         usual = "" if default is None else f"; default: {default:g}"
-        add(
-            f"--{name}",
-            type=setting.type,
-            default=default,
-            metavar="N",
-            help=setting.help.replace("%", "%%") + usual,
-        )
+        if name in SAMPLING_KEYS:
+            usual = f"{usual or '; default: none'}, or the folder's"
+        help = setting.help.replace("%", "%%") + usual
+        add(f"--{name}", type=setting.type, metavar="N", help=help)
     seed_help = f"default: 0; {RANDOM_SEED}: a random one, which stderr and --json show"
     add("--seed", type=int, default=0, metavar="N", help=seed_help)
 
@@ -334,8 +340,14 @@ def options_of(args: argparse.Namespace) -> Options:
     if num_logprobs is not None and not (as_json or args.report):
         raise ValueError(f"--logprobs {num_logprobs} needs --json")
     k = DEFAULT_K if args.speculate_k is None else args.speculate_k
+    model = model_options(args)
+    numbers = {name: getattr(args, name) for name in SETTINGS}
+    numbers = {name: value for name, value in numbers.items() if value is not None}
+    of_folder = {}
+    if not model.random_weights:
+        of_folder = folder_sampling(model.checkpoint, default_sampling, numbers)
     return Options(
-        model=model_options(args),
+        model=model,
         draft=draft_options(args),
         engine=group(
             EngineOptions,
@@ -347,7 +359,8 @@ def options_of(args: argparse.Namespace) -> Options:
         requests=group(
             RequestDefaults,
             args,
-            sampling={name: getattr(args, name) for name in SETTINGS},
+            sampling=default_sampling(of_folder | numbers),
+            of_folder=of_folder,
             has_random_seed=is_random(args.seed),
         ),
         prompts=group(

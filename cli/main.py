@@ -125,6 +125,7 @@ def values_to_compare(options: Options) -> dict[str, object]:
     values = {"its torch": torch.__version__}
     for name, value in options.flags.items():
         values[f"--{name}"] = value is None if name in PATH_FLAGS else value
+    values["its generation_config.json"] = options.requests.of_folder
     if options.model.random_weights:
         values["the file of --random_weights"] = options.model.config_file.read_bytes()
     return values

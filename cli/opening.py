@@ -68,6 +68,7 @@ def open_llm(
     """Load the models, and make and warm up an engine: one that these prompts fit in, or one for
     prompts of all kinds where they come later."""
     limit = context_limit(options, target_config(options.model))
+    print_sampling(options)
     min_length = smallest_length(options, workload, limit)
     num_positions = engine_length(options, device, min_length, limit)
     check_memory(options, device, ranks, smallest_batch(options, workload), num_positions)
@@ -103,6 +104,14 @@ def open_llm(
     return Opened(
         LLM.from_engine(engine, tokenizer, ranks.broadcast_object(stop_ids)), rows, refused
     )
+
+
+def print_sampling(options: Options) -> None:
+    """Say what the checkpoint's own sampling changes."""
+    settings = options.requests.of_folder
+    if settings:
+        words = ", ".join(f"{name} {value:g}" for name, value in settings.items())
+        print_status(f"{options.model.checkpoint}: generation_config.json asks for {words}")
 
 
 def warm_up_for_later(engine: Engine, sampling: Sampling) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from decoding.launcher import launched
 from decoding.options import EngineOptions
-from decoding.settings import LARGEST_SEED, RANDOM_SEED, check_numbers
+from decoding.settings import LARGEST_SEED, RANDOM_SEED
 from decoding.validation import check_template_kwargs
 from loading.options import DraftOptions, ModelOptions
 from loading.plain_files import is_gguf
@@ -31,9 +31,11 @@ TEMPLATE_KEYS = ("chat_template_kwargs", "tools", "prefill")  # they need a conv
 
 @dataclass(frozen=True)
 class RequestDefaults:
-    """How a prompt is answered. `sampling` has the numbers of SETTINGS by name."""
+    """How a prompt is answered. `sampling` has the numbers of SETTINGS by name, and `of_folder`
+    those of them that the checkpoint's generation_config.json asks for."""
 
     sampling: Mapping[str, float | None]
+    of_folder: Mapping[str, float]
     seed: int
     max_new_tokens: int | None
     stop: list[str]
@@ -45,7 +47,6 @@ class RequestDefaults:
     has_random_seed: bool  # did RANDOM_SEED ask for `seed`?
 
     def __post_init__(self):
-        check_numbers(self.sampling)
         check_template_kwargs(self.chat_template_kwargs)
         if not RANDOM_SEED <= self.seed < LARGEST_SEED:
             raise ValueError(

@@ -1,6 +1,7 @@
 """The settings of a request and their defaults, without torch. decoding/sampling.py applies them.
 
 Setting, SETTINGS   the list that flags, keys of JSON, the fields of Sampling and tensors follow
+default_sampling    those of a program, where nothing else is asked for
 check_numbers       ValueError for what is no number, or out of range
 new_tokens          how many tokens an answer may have
 is_random, random_seed   seeds that nobody chose
@@ -96,6 +97,15 @@ def check_numbers(values: Mapping[str, float | None]) -> None:
         is_valid = isinstance(value, Real) and setting.is_valid(value)
         if value is not None and not is_valid:
             raise ValueError(f"{name} = {value!r} must {setting.rule}")
+
+
+def default_sampling(settings: Mapping[str, float]) -> dict[str, float | None]:
+    """A program's or an LLM's values of all SETTINGS, in which these replace the defaults.
+    ValueError for one that is out of range."""
+    defaults = {name: setting.default for name, setting in SETTINGS.items()}
+    numbers = {**defaults, "temperature": DEFAULT_TEMPERATURE, **settings}
+    check_numbers(numbers)
+    return numbers
 
 
 def new_tokens(requested: int | None, prompt: Sequence[int], limit: int) -> int:

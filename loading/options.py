@@ -3,12 +3,15 @@ is imported.
 
 ModelOptions        a checkpoint, or a shape with random weights; its precision and its device
 DraftOptions        what drafts for it
+folder_sampling     the sampling that a checkpoint asks for
 """
 
 import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from loading.plain_files import error_prefix, is_gguf, read_json
 from weights.schemes import check_head, check_scheme, choose_head_scheme
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -59,6 +62,34 @@ class ModelOptions:
     @property
     def config_file(self) -> Path:
         return Path(self.random_weights or Path(self.checkpoint, "config.json"))
+
+
+# Keys of generation_config.json that have a field of Sampling.
+SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def folder_sampling(
+    checkpoint: str, check: Callable[[dict], object], overrides: Collection[str] = ()
+) -> dict[str, float]:
+    """The settings of a folder's generation_config.json but for `overrides`, by Sampling's names,
+    as transformers and vLLM take them: `do_sample: false` is temperature 0, and `do_sample: true`
+    without a temperature is 1. A GGUF file has none. ValueError names the file, and what `check`
+    (decoding.settings.default_sampling) refuses."""
+    path = Path(checkpoint)
+    file = path / "generation_config.json"
+    values = {} if is_gguf(path) else read_json(file)
+    settings = {name: values[name] for name in SAMPLING_KEYS if values.get(name) is not None}
+    if settings.get("top_k") == -1:  # vLLM's word for no limit
+        del settings["top_k"]
+    if values.get("do_sample") is not None:
+        settings.setdefault("temperature", 1.0)
+    if values.get("do_sample") is False:
+        settings["temperature"] = 0.0
+    for name in settings.keys() & {*overrides}:
+        del settings[name]
+    with error_prefix(file):
+        check(settings)
+    return settings
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ import torch
 from cli.answers import RowAnswer
 from cli.errors import cpu_share, exit_on_error
 from cli.flags import options_of, parser, with_chosen_seed
-from cli.opening import context_limit, sampling_paths
+from cli.opening import context_limit, print_sampling, sampling_paths
 from cli.options import Options
 from cli.prompts import Encoder, Prompt, Row, read_prompts
 from cli.report import decided, rate, speculative, summary
@@ -181,6 +181,7 @@ def load_side(parts: Parts, prompts: list[Prompt], limit: int, num_threads: int)
     """A warmed-up engine, as generate.py makes it for these prompts, in a context of `limit`
     positions."""
     options, model, tokenizer, drafter = parts
+    print_sampling(options)
     max_length = options.run.max_seq_length
     rows, errors = Encoder(options, tokenizer, model, limit).encode_all(prompts)
     if errors:

@@ -545,6 +545,57 @@ def test_a_draft_may_be_an_object(llm):
             LLM(DEMO, draft=draft)
 
 
+@pytest.fixture
+def sampling_folder(tmp_path):
+    """The demo with these settings in its generation_config.json."""
+
+    def folder(settings: dict):
+        copied = shutil.copytree(DEMO, tmp_path / "sampling", dirs_exist_ok=True)
+        (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **settings}))
+        return copied
+
+    return folder
+
+
+FOLDER_SAMPLINGS = [
+    ({}, {"temperature": 0.8}),
+    (
+        {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20},
+        {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+    ),
+    ({"do_sample": True, "top_k": -1}, {"temperature": 1.0}),
+    ({"temperature": 0.5, "min_p": 0.2, "top_p": None}, {"temperature": 0.5, "min_p": 0.2}),
+    ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0, "top_p": 0.9}),
+    (
+        {"do_sample": False, "repetition_penalty": 1.4, "num_beams": 1},
+        {"temperature": 0, "repetition_penalty": 1.4},
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "wanted"), FOLDER_SAMPLINGS)
+def test_a_folders_own_sampling_is_the_default(settings, wanted, llm, sampling_folder):
+    """Oracle: the same settings, asked for. transformers' GenerationConfig reads the same values
+    where a file says that it samples."""
+    own = LLM(sampling_folder(settings), device="cpu", dtype="float32")
+    more = {"max_new_tokens": 30, "seed": 3}
+    assert alone(own, PROMPT, **more) == alone(llm, PROMPT, **wanted, **more)
+    assert own.answer(PROMPT).request_args["sampling"] == Sampling(**wanted)
+    explicit = {"temperature": 1.2, "top_k": 0, "repetition_penalty": 1.0}
+    assert own.answer(PROMPT, **explicit).request_args["sampling"] == Sampling(**wanted | explicit)
+    if settings.get("do_sample"):
+        from transformers import GenerationConfig
+
+        theirs = GenerationConfig.from_pretrained(sampling_folder(settings))
+        assert wanted["temperature"] == (theirs.temperature or 1.0)
+
+
+def test_a_folders_broken_sampling_is_named(sampling_folder):
+    folder = sampling_folder({"temperature": "hot"})
+    with pytest.raises(ValueError, match=r"generation_config.json: temperature = 'hot' must be 0"):
+        LLM(folder, device="cpu")
+
+
 # ----------------------------------------------------------------------------- threads, and memory
 
 

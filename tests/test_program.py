@@ -42,6 +42,7 @@ from generate import LLM, generate
 from loading.checkpoint import load_model
 from loading.target import pick_device
 from loading.tokenizer import load_tokenizer
+from scripts.serve_flags import parse_args as serve_args
 from weights.linears import check_unpacked
 
 
@@ -170,6 +171,36 @@ def test_stop_token_ends_a_row_and_is_no_text(text_folder, capsys):
     stream = tokenizer.stream(continues=True)
     assert cut["text"] == "".join(stream.feed(id) for id in cut["tokens"][:-1]) + stream.flush()
     assert ignored["tokens"] == free["tokens"] and ignored["finish_reason"] == "length"
+
+
+def test_a_folders_own_sampling_is_the_default_and_is_said(text_folder, tmp_path, capsys):
+    """In files of prompts, chats and the server too, whose options are these. A flag wins, and so
+    does a line's key. Oracle: the same settings as flags."""
+    folder = shutil.copytree(text_folder, tmp_path / "own")
+    settings = {"do_sample": True, "temperature": 0.6, "top_k": 7}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    flags = ("--prompt", "a big dog", "--max_new_tokens", "20")
+    (plain,), err = run(capsys, "--checkpoint", text_folder, *flags)
+    assert "generation_config" not in err
+    asked, _ = run(
+        capsys, "--checkpoint", text_folder, *flags, "--temperature", "0.6", "--top_k", "7"
+    )
+    own, err = run(capsys, "--checkpoint", folder, *flags)
+    assert own[0]["tokens"] == asked[0]["tokens"] != plain["tokens"]
+    assert f"{folder}: generation_config.json asks for temperature 0.6, top_k 7\n" in err
+    rows, err = run(capsys, "--checkpoint", folder, *flags, "--temperature", "0.8", "--top_k", "0")
+    assert rows[0]["tokens"] == plain["tokens"] and "generation_config" not in err
+    lines = tmp_path / "lines"
+    line = {"prompt": "a big dog", "temperature": 0.8, "top_k": 0}
+    lines.write_text(json.dumps(line) + "\n" + json.dumps({"prompt": "a big dog"}))
+    rows, _ = run(capsys, "--checkpoint", folder, "--prompt_file", lines, "--max_new_tokens", "20")
+    assert [row["tokens"] for row in rows] == [plain["tokens"], own[0]["tokens"]]
+    served = serve_args(["--checkpoint", str(folder)]).options.requests.sampling
+    assert (served["temperature"], served["top_k"]) == (0.6, 7)
+    (folder / "generation_config.json").write_text('{"top_p": 2}')
+    with pytest.raises(ValueError, match=r"own/generation_config.json: top_p = 2 must lie in"):
+        parse_args(["--checkpoint", str(folder)])
+    parse_args(["--checkpoint", str(folder), "--top_p", "0.9"])
 
 
 def test_stop_strings_cut_text_tokens_and_statistics(text_folder, capsys, tmp_path):
