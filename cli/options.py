@@ -187,7 +187,9 @@ def check_writable(flag: str, file: str | None) -> None:
     """ValueError for a file that cannot be written when the run has ended."""
     if file is None:
         return
-    if not os.access(Path(file).resolve().parent, os.W_OK):
-        raise ValueError(f"--{flag} {file}: its folder does not exist or cannot be written to")
-    if Path(file).is_dir():
+    path = Path(file)
+    if path.is_dir():
         raise ValueError(f"--{flag} {file} is a folder: name a file in it")
+    is_device = path.exists() and not path.is_file()
+    if not os.access(path if is_device else path.resolve().parent, os.W_OK):
+        raise ValueError(f"--{flag} {file}: its folder does not exist or cannot be written to")

@@ -20,6 +20,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
@@ -289,6 +290,7 @@ def write_index(folder: Path, files: dict[str, str]) -> None:
 def complete_folder(folder: Path) -> Iterator[Path]:
     """A new folder named NAME.partial, renamed to NAME when the block ends. An error, a signal or a
     kill leaves NAME.partial behind; the next attempt deletes it."""
+    folder = folder.resolve()  # a link stays
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -302,8 +304,17 @@ def complete_folder(folder: Path) -> Iterator[Path]:
 
 
 def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
-    """write(NAME.partial), flush it to disk, then rename it to NAME. OSError for a full disk."""
-    partial = file.with_name(f"{file.name}.partial")
+    """write(NAME.partial), flush it to disk, then rename it to NAME. A link is followed, and a
+    device or a pipe is written to: no file takes the place of either. OSError for a full disk."""
+    if file.exists() and not file.is_file():
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder, file.name)
+            write_atomically(copy, write)
+            with copy.open("rb") as source, file.open("wb") as device:
+                shutil.copyfileobj(source, device)
+        return
+    target = file.resolve()
+    partial = target.with_name(f"{target.name}.partial")
     try:
         write(partial)
     except (
@@ -314,4 +325,4 @@ def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
     partial.chmod(0o644)  # safetensors creates files that only their owner can read
     with partial.open("rb") as stream:
         os.fsync(stream.fileno())
-    os.replace(partial, file)
+    os.replace(partial, target)

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import signal
+import stat
 import struct
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from cli.flags import parse_args
 from cli.main import run as run_args
 from cli.output import POLL_S
 from decoding.engine import Engine
+from loading.files import write_atomically
 
 TEXTS = ("the little cat", "a big dog went", "the park", "red ball; it was fun.", "to play")
 SHORT = (
@@ -363,3 +365,29 @@ def test_ctrl_c_keeps_the_lines_that_have_ended(options, tmp_path):
         assert ids == (["first", "last"] if "--ordered" in options else ["last", "first"])
     else:
         assert [len(line.split()) for line in lines] == [60, 2]
+
+
+def test_a_link_is_followed_and_a_device_stays_one(tmp_path, text_folder):
+    """As a shell's `>` does it. What os.replace puts in their place would be a plain file."""
+    link = tmp_path / "link"
+    link.symlink_to("folder/file")
+    (tmp_path / "folder").mkdir()
+    for text in ("first", "second"):
+        write_atomically(link, lambda partial, text=text: partial.write_text(text))
+        assert link.is_symlink() and (tmp_path / "folder" / "file").read_text() == text
+    assert os.listdir(tmp_path / "folder") == ["file"]
+    master, slave = pty.openpty()
+    terminal = tmp_path / "terminal"
+    terminal.symlink_to(os.ttyname(slave))
+    write_atomically(terminal, lambda partial: partial.write_text("text"))
+    assert os.read(master, 99) == b"text" and terminal.is_symlink()
+    assert not stat.S_ISREG(os.stat(os.ttyname(slave)).st_mode)
+    flags = ["--checkpoint", text_folder, "--max_new_tokens", "2", "--device", "cpu"]
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for flag in ("--report", "--profile"):
+        with (tmp_path / "folder" / "copy").open("wb") as copy:
+            reader = subprocess.Popen(["cat", pipe], stdout=copy)
+            run_args(parse_args([*map(str, flags), flag, str(pipe)]))
+            assert reader.wait(60) == 0 and pipe.is_fifo() and copy.tell() > 1000
+    assert sorted(os.listdir(tmp_path)) == ["folder", "link", "pipe", "terminal"]
