@@ -7,8 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-from tqdm import tqdm
-
 from decoding.launcher import launched
 
 OTHERS_WAIT_S = 3.0  # until a rank prints an error, which local rank 0 may print first
@@ -35,6 +33,8 @@ def print_status(text: str) -> None:
 
 
 def print_error(error: Exception | str) -> None:
+    from tqdm import tqdm  # here: flags are refused without any package
+
     tqdm.write(f"error: {' '.join(str(error).split())}", file=sys.stderr)
 
 

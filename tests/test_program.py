@@ -1476,6 +1476,65 @@ def test_programs_of_one_process_refuse_torchrun(monkeypatch, capsys, tmp_path, 
     assert "without torchrun" in err and err.count("\n") == 1, err
 
 
+@pytest.mark.parametrize(
+    "program", ["generate.py", "quantize.py", "-m scripts.serve", "-m scripts.perplexity"]
+)
+def test_without_packages_a_program_says_how_to_install_them(program):
+    """As where an environment is not activated: -S hides its packages. The command is README's."""
+    done = subprocess.run(
+        [sys.executable, "-S", *program.split()], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    command = re.fullmatch("error: no torch in this Python's environment: (.+)\n", done.stderr)[1]
+    assert command in (ROOT / "README.md").read_text()
+
+
+def closed(number: int, command: list) -> subprocess.CompletedProcess:
+    """A command with a closed stdin, stdout or stderr, as of `<&-`, `>&-` and `2>&-`."""
+    return subprocess.run(
+        ["sh", "-c", f'exec "$@" {number}>&-', "sh", *map(str, command)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.PIPE if number else None,
+    )
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_closed_stream_is_opened_by_its_number(number, tmp_path):
+    """The next file that is opened would take it, and get what is printed by C code."""
+    code = """
+import os, sys
+from cli.process import prepare
+prepare()
+file = open(sys.argv[1], "w")
+assert file.fileno() > 2
+print("text", flush=True)
+print("message", file=sys.stderr)
+os.write(2, b"raw")
+sys.exit(3 + len(sys.stdin.read()))
+"""
+    done = closed(number, [sys.executable, "-c", code, tmp_path / "file"])
+    assert done.returncode == 3, done.stderr
+    assert done.stdout == ("" if number == 1 else "text\n")
+    assert done.stderr == ("" if number == 2 else "message\nraw")
+    assert not (tmp_path / "file").read_bytes()
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_generate_runs_with_a_closed_stream(number, text_folder):
+    command = [sys.executable, "generate.py", "--checkpoint", text_folder, "-n", "5"]
+    if number == 0:
+        command.append("--interactive")
+    done = closed(number, command)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    assert bool(done.stdout) == (number == 2)
+    wrong = closed(number, [*command, "--top_p", "2"])
+    assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
+
+
 def test_programs_are_looked_for_where_they_are():
     assert {"generate.py", "quantize.py", "scripts/serve.py", "benchmarks/bench_gpu.py"} <= {
         *PROGRAMS
