@@ -1,8 +1,8 @@
 """--prompt_cache FILE: the cached positions of a prompt, stored between runs as safetensors.
 
 The tensors are those of decoding/stored_positions.py. The file's metadata has the settings that
-computed them, and a checksum, which safetensors lacks. A damaged file, or one of another model or
-other settings, is refused.
+computed them, hashes of the weights, and a checksum, which safetensors lacks. A damaged file, or
+one of other weights or other settings, is refused.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from loading.checkpoint import Checkpoint
 from loading.files import open_safetensors, write_atomically
 from loading.target import target_config
 
-FORMAT = "a prompt cache of quickdraft, 4"
+FORMAT = "a prompt cache of quickdraft, 5"
 # Flags whose values change the cached keys and values.
 KEY_VALUE_FLAGS = ("quantize", "quantize_head", "draft_quantize", "kv_cache_dtype")
 
@@ -44,11 +44,16 @@ class PromptCache:
             return
         self.file = Path(options.prompts.cache_file)
         self.identity = cache_identity(options)
+        self.paths = {
+            "--checkpoint": None if options.model.random_weights else options.model.checkpoint,
+            "--draft_checkpoint": options.draft.checkpoint,
+        }
         if self.file.exists():
             with self.refusing():
                 reader = open_safetensors(self.file)
                 self.metadata = reader.metadata() or {}
                 self.check(self.identity)
+                self.check(self.weights())
                 names = reader.keys()
                 self.tensors = {name: reader.get_tensor(name) for name in names}
 
@@ -71,6 +76,18 @@ class PromptCache:
                 if len(difference) >= 120:
                     difference = "another one there than here"
                 raise ValueError(f"{name}: {difference}")
+
+    def weights(self) -> dict[str, str]:
+        """Hashes of the checkpoints' files. Files of the sizes and dates that the cache's metadata
+        has are not read again."""
+        hashes = {}
+        for flag, path in self.paths.items():
+            if path is not None:
+                stats = file_stats(path)
+                is_same = self.metadata.get(f"{flag}'s sizes and dates") == stats
+                name = f"the files of {flag}"
+                hashes[name] = self.metadata.get(name) if is_same else files_hash(path)
+        return hashes
 
     @contextlib.contextmanager
     def around(self, engine: Engine, prompts: list[list[int]]) -> Iterator[None]:
@@ -107,7 +124,9 @@ class PromptCache:
         tensors = {}
         for name, x in positions.prefix_tensors(engine, prefix).items():
             tensors[name] = x.cpu().clone(memory_format=torch.contiguous_format)
-        metadata = self.identity | model_identity(engine) | checksum(tensors)
+        metadata = self.identity | model_identity(engine) | checksum(tensors) | self.weights()
+        for flag, path in self.paths.items():
+            metadata[f"{flag}'s sizes and dates"] = file_stats(path)
         write_atomically(self.file, lambda partial: save_file(tensors, partial, metadata=metadata))
         print_status(f"{self.file}: {num_positions} tokens written")
 
@@ -134,14 +153,23 @@ def cache_identity(options: Options) -> dict[str, str]:
 
 
 def checkpoint_identity(path: str | None) -> str:
-    """JSON of fingerprints, which read a sample of each tensor, and of the sizes and dates of
-    files, which change with all of it."""
-    if path is None:
-        return json.dumps(None)
-    checkpoint = Checkpoint(path)
-    stats = [file.stat() for file in checkpoint.files]
-    files = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
-    return json.dumps(checkpoint.fingerprints() | {"its files": files})
+    """JSON of fingerprints, which read a sample of each tensor."""
+    return json.dumps(None if path is None else Checkpoint(path).fingerprints())
+
+
+def file_stats(path: str | None) -> str:
+    """The sizes and dates of a checkpoint's files, which change with all of it."""
+    stats = [file.stat() for file in Checkpoint(path).files] if path else []
+    return json.dumps([[stat.st_size, stat.st_mtime_ns] for stat in stats])
+
+
+def files_hash(path: str) -> str:
+    """A hash of all bytes of a checkpoint's files: copies of them have the same, in any folder."""
+    digest = hashlib.sha256()
+    for file in Checkpoint(path).files:
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
 
 
 def model_identity(engine: Engine) -> dict[str, str]:

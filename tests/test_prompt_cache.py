@@ -706,6 +706,19 @@ def test_a_change_deep_inside_a_large_tensor_is_refused(keep_date, text_folder, 
     refused(flags, tmp_path / "cache", "--checkpoint: another one there than here", capsys)
 
 
+def test_weights_are_their_content_wherever_they_lie(text_folder, tmp_path, capsys):
+    """A copy has other dates, as `cp -r` gives them; what was read from there is extended here."""
+    copy = shutil.copytree(text_folder, tmp_path / "copy")
+    os.utime(copy / "model.safetensors", (1, 1))
+    cache = tmp_path / "cache"
+    flags = ["--device", "cpu", "--max_new_tokens", "2", "--json", "--prompt_cache", str(cache)]
+    run(parse_args([*flags, "--checkpoint", str(text_folder), "--prompt", TEXT]))
+    for folder, text in ((copy, f"{TEXT} and a dog"), (text_folder, f"{TEXT} and a dog")):
+        capsys.readouterr()
+        run(parse_args([*flags, "--checkpoint", str(folder), "--prompt", text]))
+        assert json.loads(capsys.readouterr().out)["cached_tokens"] > 15
+
+
 def test_an_adapter_is_its_content_wherever_it_lies(text_folder, tmp_path, capsys):
     adapter = tmp_path / "adapter"
     adapter.mkdir()
