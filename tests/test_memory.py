@@ -1,10 +1,10 @@
 """decoding/memory.py: who learns from whom. After any history a request whose seed was used before
 gets what a new engine gives it, and one whose seed is new what it got before there was a rule.
-tests/attacks/law.py has the laws of repeated prompts and seeds."""
+The last test has the law of a repeated seed."""
 
 import pytest
 import torch
-from test_speculative import tiny
+from test_speculative import joint_law, p_value, tiny
 
 import decoding.memory
 from decoding.engine import Engine
@@ -13,7 +13,7 @@ from decoding.sampling import Sampling
 from decoding.scheduler import Request
 from drafts.hybrid import HybridDraft
 from drafts.ngram import NgramDraft
-from drafts.suffix import SuffixDraft
+from drafts.suffix import END, SuffixDraft, Text
 from speculative import Costs, Drafter, ModelDraft, layer_subset
 
 PROMPT = [1, 2, 3, 1, 2, 0, 3, 1, 2]
@@ -182,3 +182,43 @@ def test_an_engine_made_later_knows_the_seeds_of_its_drafter(model):
         assert request.memory.is_shared == is_shared
         while engine.has_unfinished():
             engine.step()
+
+
+class SeedsOfTokens(SuffixDraft):
+    """The rule before: the pool hides only tokens under the seed of the request that brought them,
+    the end of its prompt included."""
+
+    answers = ()
+
+    def remember(self, request):
+        del self.texts[request]
+        ids = [*request.prompt[-self.depth :], *request.tokens, END]
+        self.answers = [*self.answers, (request.noise_seed, ids)]
+
+    def best_continuation(self, text, request):
+        self.pool = [Text()]
+        for seed, ids in self.answers:
+            if seed != request.noise_seed:
+                self.pool[0].extend(ids)
+        return super().best_continuation(text, request)
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("rule", [Memories, SharedByAll])
+def test_a_quoted_answer_keeps_the_law_of_its_seed(rule):
+    """A seed answers, another one's prompt quotes the answer, and the first answers again: over 800
+    seeds the last answer has the exact joint law (p > 1e-6, the probability of a false alarm), and
+    by the rule before it has not (p < 1e-12)."""
+    model, prompt, n = tiny(3), [1, 2, 3, 1, 2], 4
+    drafter = SuffixDraft() if rule is Memories else SeedsOfTokens()
+    engine = Engine(model, 1, 30, drafter=drafter, speculate_k=3)
+    counts = torch.zeros(4**n)
+    for seed in range(800):
+        engine.memories = drafter.memories = rule(drafter.new_figures)
+        drafter.pool, drafter.answers = [Text(), Text()], ()
+        answer, _ = ask(engine, prompt, seed, n=n)
+        ask(engine, prompt + answer, 10**6 + seed, n=2)
+        tokens, _ = ask(engine, prompt, seed, n=n)
+        counts[sum(id * 4**i for i, id in enumerate(reversed(tokens)))] += 1
+    p = p_value(counts, joint_law(model, prompt, n, SAMPLED))
+    assert p > 1e-6 if rule is Memories else p < 1e-12
