@@ -2,7 +2,6 @@
 upon a time"`.
 
     decode                  the whole idea: prefill, then one token a step, for one prompt
-    generate, stream        independent prompts -> ids as they are decided; one prompt -> text
     LLM                     a folder's model and tokenizer: text, chats and batches, with stop
                             strings and drafts
 
@@ -36,7 +35,6 @@ from decoding.logits import penalize_text, process
 from decoding.sampling import INVALID, Sampling, uniform
 from decoding.settings import (
     DEFAULT_LENGTH,
-    DEFAULT_NEW_TOKENS,
     DEFAULT_TEMPERATURE,
     default_sampling,
     new_tokens,
@@ -89,111 +87,6 @@ def decode(
         if token.item() in stop_ids:
             return
         text = torch.cat((text, token[:, None]), dim=1)  # (1, S + 1)
-
-
-def generate(
-    model: Transformer,
-    prompts: Sequence[Sequence[int]],
-    *,
-    sampling: Sampling | Sequence[Sampling],
-    max_new_tokens: int | Sequence[int],
-    stop_ids: Iterable[int] = (),
-    seed: int | Sequence[int] = 0,
-    engine=None,
-    timing=None,
-    **options,
-) -> Iterator[tuple[int, int]]:
-    """Decode independent prompts; yields (row, token id) as tokens are decided.
-
-    Row i gets the tokens that its prompt alone would get with this seed and sampling (one value, or
-    one per row). It ends after a stop id, which is yielded, or after max_new_tokens (one number, or
-    one per row). Prompts wait if there are more than slots. All ranks of a sharded model call this
-    with the same arguments and yield the same tokens.
-
-    An `engine` (decoding/engine.py) may run other requests at the same time. Without one, an eager
-    engine is made from `options`: `drafter` and the fields of EngineOptions. With a drafter
-    (speculative.py), rounds of `speculate_k` drafted tokens keep the output: greedy tokens are
-    equal, sampled tokens have the same distribution. Beyond the context of the drafter's model a
-    row decodes plainly.
-
-    logits_processor(logits (B, T, V), tokens (B, S), pos (B, T)) returns the logits that the tokens
-    after `pos` are drawn from, for plain decoding, drafts and verification alike. Its result for a
-    position may depend on the tokens up to there, and not on T.
-
-    `timing` (decoding.statistics.Timing) receives the rows' requests. A seed is any int64; -1 does
-    not ask for a random one here, as it does in cli/ and scripts/. ValueError before
-    anything runs if a prompt is empty, holds an id outside the vocabulary, or does not fit with its
-    new tokens; and while running if the model's logits are not finite.
-    """
-    if engine is not None and options:
-        raise ValueError(f"the engine was made with its own {', '.join(options)}")
-    samplings = validation.value_per_row("sampling", sampling, len(prompts))
-    budgets = validation.value_per_row("max_new_tokens", max_new_tokens, len(prompts))
-    seeds = validation.value_per_row("seed", seed, len(prompts))
-    limit = (engine or model.config).max_seq_length
-    validation.check_lengths(model, prompts, budgets, limit)
-    if engine is None:
-        from decoding.engine import Engine
-
-        max_length = max(len(prompt) + budget for prompt, budget in zip(prompts, budgets))
-        engine = Engine(model, len(prompts), max_length, **options)
-    elif engine.model is not model:
-        raise ValueError("the engine was made for another model: give its own, engine.model")
-    stop_ids = frozenset(stop_ids)
-    ids = range(engine.next_id, engine.next_id + len(prompts))
-    try:
-        for row in zip(prompts, samplings, budgets, seeds):
-            prompt, sampling, budget, seed = row
-            engine.add_request(
-                prompt, sampling=sampling, max_new_tokens=budget, stop_ids=stop_ids, seed=seed
-            )
-        requests = [engine.requests[id] for id in ids]
-        if timing is not None:
-            timing.requests += requests
-        yield from decided_tokens(engine, requests)
-    finally:
-        for id in ids:
-            engine.abort(id)
-
-
-def decided_tokens(engine, requests: Sequence) -> Iterator[tuple[int, int]]:
-    """(row, token id) of the engine's requests as steps decide them, this caller's or another's.
-    Raises the error of a row that fails."""
-    num_yielded = [0] * len(requests)
-    is_finished = False
-    while not is_finished:
-        is_finished = all(request.finish_reason is not None for request in requests)
-        for row, request in enumerate(requests):
-            for id in request.tokens[num_yielded[row] :]:
-                num_yielded[row] += 1
-                yield row, id
-            if isinstance(request.error, ValueError):
-                raise ValueError(f"row {row}, {request.error}")
-            if request.error is not None:
-                raise request.error
-        if not is_finished:
-            engine.step()
-
-
-def stream(
-    model: Transformer,
-    tokenizer,
-    prompt: str,
-    *,
-    sampling: Sampling | None = None,
-    max_new_tokens: int = DEFAULT_NEW_TOKENS,
-    stop_ids: Iterable[int] | None = None,
-    **options,
-) -> Iterator[str]:
-    """Decode one prompt as text, in pieces of complete characters, without the stop token.
-    `stop_ids`: by default the tokenizer's; `options`: those of `generate`."""
-    stop_ids = frozenset(tokenizer.stop_ids if stop_ids is None else stop_ids)
-    options |= {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids}
-    sampling = sampling or Sampling(DEFAULT_TEMPERATURE)
-    decoder = tokenizer.stream(continues=True)
-    for _, id in generate(model, [tokenizer.encode(prompt)], sampling=sampling, **options):
-        yield "" if id in stop_ids else decoder.feed(id)
-    yield decoder.flush()
 
 
 # ------------------------------------------------------------------------------ text in, text out

@@ -26,7 +26,6 @@ from cli.flags import Parser
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.warmup import warm_up
-from generate import generate
 from loading import load_model, load_tokenizer
 from weights.walker import pack_model
 
@@ -76,10 +75,7 @@ def measure(args: argparse.Namespace) -> dict:
         tokenizer = load_tokenizer(args.checkpoint)
         prompts = [tokenizer.encode(question) for question in PROMPTS["questions"][: args.texts]]
         options = {"sampling": GREEDY, "max_new_tokens": 128, "stop_ids": tokenizer.stop_ids}
-        answers = [
-            sorted(generate(model, prompts, engine=engine, **options))
-            for engine in (eager, compiled)
-        ]
+        answers = [sorted(engine.generate(prompts, **options)) for engine in (eager, compiled)]
         rows = [
             [list(group) for _, group in itertools.groupby(answer, key=lambda pair: pair[0])]
             for answer in answers

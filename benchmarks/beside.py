@@ -96,8 +96,8 @@ class Checkout:
     def run(self, job: str, number: int) -> dict:
         """Tokens a second of a job. Prompts differ between rounds: an engine may hold those of the
         last one."""
+        from decoding.sampling import Sampling
         from decoding.statistics import Timing
-        from generate import Sampling, generate
 
         slots = {"single1": 1, "single8": 8, "lines": 8, "equal": 32}[job]
         engine, timing = self.engine(slots), Timing()
@@ -111,8 +111,8 @@ class Checkout:
         start = time.perf_counter()
         batch = len(prompts) if engine_has_queue(engine) else slots
         for i in range(0, len(prompts), batch):
-            options = {"max_new_tokens": budgets[i : i + batch], "engine": engine, "timing": timing}
-            for _ in generate(self.model, prompts[i : i + batch], sampling=Sampling(0), **options):
+            options = {"max_new_tokens": budgets[i : i + batch], "timing": timing}
+            for _ in engine.generate(prompts[i : i + batch], sampling=Sampling(0), **options):
                 pass
         seconds, tokens = time.perf_counter() - start, sum(budgets)
         if job.startswith("single"):

@@ -21,7 +21,6 @@ from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
 from drafts.registry import load_drafter
-from generate import generate
 from model import Transformer
 
 WARM_UP = 32  # new tokens of an uncounted request, in which the model draft is tried too
@@ -64,13 +63,11 @@ class DraftComparison:
         shared costs, tokens a round, and the token ids."""
         engine = self.engines[name]
         timing = Timing()
-        pairs = generate(
-            engine.model,
+        pairs = engine.generate(
             [request["ids"]],
             sampling=Sampling(0),
             max_new_tokens=request["new"],
             stop_ids=request.get("stop_ids", ()),
-            engine=engine,
             timing=timing,
         )
         ids = [id for _, id in pairs]

@@ -15,7 +15,6 @@ from cli.errors import exit_on_error, use_threads
 from cli.flags import Parser
 from decoding.engine import Engine
 from decoding.sampling import Sampling
-from generate import generate
 from loading.checkpoint import load_model
 from loading.target import pick_device
 from loading.tokenizer import conversation_ids, load_tokenizer
@@ -39,14 +38,12 @@ def questions(checkpoint: Path, count: int) -> list[str]:
     with tqdm(total=count, unit="question") as bar:
         while len(texts) < count:
             rows = [[] for _ in range(BATCH)]
-            for row, id in generate(
-                model,
+            for row, id in engine.generate(
                 [prompt] * BATCH,
                 sampling=Sampling(1.0),
                 max_new_tokens=MAX_TOKENS,
                 stop_ids=tokenizer.stop_ids,
                 seed=range(seed, seed + BATCH),
-                engine=engine,
             ):
                 rows[row].append(id)
             ended = [ids[:-1] for ids in rows if ids[-1] in tokenizer.stop_ids]

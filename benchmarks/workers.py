@@ -31,7 +31,6 @@ from decoding.scheduler import Request
 from decoding.statistics import Timing
 from drafts.ngram import NgramDraft
 from drafts.suffix import SuffixDraft
-from generate import generate
 from loading.checkpoint import load_model
 from loading.config import config_from_hf
 from loading.models import random_model
@@ -105,16 +104,7 @@ class Contender:
         alike."""
         timing, prompts = Timing(), [[7 + row] * length for row in range(self.batch)]
         self.engine.clear()
-        list(
-            generate(
-                self.model,
-                prompts,
-                sampling=Sampling(0),
-                max_new_tokens=1,
-                engine=self.engine,
-                timing=timing,
-            )
-        )
+        list(self.engine.generate(prompts, sampling=Sampling(0), max_new_tokens=1, timing=timing))
         return {"seconds": timing.prefill_s}
 
 
@@ -198,7 +188,7 @@ def race(
     for speculate_k in (0, k):
         engine.clear()
         engine.speculate_k, timing = speculate_k, Timing()
-        pairs = generate(engine.model, [prompt], engine=engine, timing=timing, **options)
+        pairs = engine.generate([prompt], timing=timing, **options)
         ids = [next(pairs)[1]]
         with decoding():
             ids += [id for _, id in pairs]

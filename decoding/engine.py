@@ -15,7 +15,7 @@ decisions reach the host.
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from decoding.runner import PREFILL_CHUNK, ModelRunner, Rows, clear_positions, c
 from decoding.sampling import Sampling, sample
 from decoding.scheduler import Request, Scheduler, Slot
 from decoding.state import MAX_STOP_IDS, State
-from decoding.statistics import StepRecord
+from decoding.statistics import StepRecord, Timing
 from decoding.warmup import calibrate, lengths_to_calibrate, warm_up
 from model import Caches, KVCache, Transformer, row_view
 from speculative import CustomDraft, Drafter, DraftLength, run_round
@@ -321,6 +321,56 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         return bool(self.requests)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        sampling: Sampling | Sequence[Sampling],
+        max_new_tokens: int | Sequence[int],
+        stop_ids: Iterable[int] = (),
+        seed: int | Sequence[int] = 0,
+        timing: Timing | None = None,
+    ) -> Iterator[tuple[int, int]]:
+        """Decode independent prompts; yields (row, token id) as tokens are decided. Sampling,
+        max_new_tokens and seed are one value, or one per row.
+
+        Row i gets the tokens that its prompt alone would get, up to a stop id, which comes last.
+        Prompts wait while all slots are busy, and other requests may run beside them. All ranks of
+        a sharded model call this with the same arguments. `timing` receives the rows' requests.
+        ValueError before anything runs for a prompt that `add_request` refuses, and while running
+        for a row whose logits are not finite."""
+        samplings = validation.value_per_row("sampling", sampling, len(prompts))
+        budgets = validation.value_per_row("max_new_tokens", max_new_tokens, len(prompts))
+        seeds = validation.value_per_row("seed", seed, len(prompts))
+        validation.check_lengths(self.model, prompts, budgets, self.max_seq_length)
+        stop_ids = frozenset(stop_ids)
+        ids = range(self.next_id, self.next_id + len(prompts))
+        try:
+            for prompt, sampling, budget, seed in zip(prompts, samplings, budgets, seeds):
+                self.add_request(
+                    prompt, sampling=sampling, max_new_tokens=budget, stop_ids=stop_ids, seed=seed
+                )
+            requests = [self.requests[id] for id in ids]
+            if timing is not None:
+                timing.requests += requests
+            num_yielded = [0] * len(requests)
+            is_finished = False
+            while not is_finished:
+                is_finished = all(request.finish_reason is not None for request in requests)
+                for row, request in enumerate(requests):
+                    for id in request.tokens[num_yielded[row] :]:
+                        num_yielded[row] += 1
+                        yield row, id
+                    if isinstance(request.error, ValueError):
+                        raise ValueError(f"row {row}, {request.error}")
+                    if request.error is not None:
+                        raise request.error
+                if not is_finished:
+                    self.step()
+        finally:
+            for id in ids:
+                self.abort(id)
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request and free its slot at once. Steps in flight no longer advance the slot, but

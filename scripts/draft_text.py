@@ -25,7 +25,6 @@ from tqdm import tqdm
 
 from decoding.engine import Engine
 from decoding.sampling import Sampling
-from generate import generate
 from loading.files import write_atomically
 from loading.tokenizer import Tokenizer, conversation_ids
 from model import Transformer
@@ -180,14 +179,12 @@ def sample_batch(
     numbers = range(first_number, first_number + SAMPLE_ROWS)
     rows = [openings.of(number) for number in numbers]
     prompts = [openings.bos + ids for ids in rows]
-    tokens = generate(
-        engine.model,
+    tokens = engine.generate(
         prompts,
         sampling=Sampling(args.temperature),
         stop_ids=tokenizer.stop_ids,
         max_new_tokens=[args.context - len(prompt) for prompt in prompts],
         seed=[args.seed + number for number in numbers],
-        engine=engine,
     )
     for row, id in tokens:
         rows[row].append(id)

@@ -24,6 +24,8 @@ import torch
 from tqdm import tqdm
 
 import decoding.warmup
+from decoding.engine import Engine
+from decoding.validation import check_lengths, value_per_row
 
 # a job in the background is started with SIGINT ignored
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -580,6 +582,19 @@ def folder_of(tmp_path_factory):
         return folder
 
     return make
+
+
+def generate(model, prompts, *, engine: Engine | None = None, timing=None, **settings):
+    """Engine.generate's (row, token id), without an engine in a new one that just holds the rows.
+    `settings`: of the rows, and of a new engine."""
+    names = ("sampling", "max_new_tokens", "stop_ids", "seed")
+    rows = {name: settings.pop(name) for name in names if name in settings}
+    if engine is None:
+        budgets = value_per_row("max_new_tokens", rows["max_new_tokens"], len(prompts))
+        check_lengths(model, prompts, budgets, model.config.max_seq_length)
+        length = max(len(prompt) + int(budget) for prompt, budget in zip(prompts, budgets))
+        engine = Engine(model, len(prompts), length, **settings)
+    return engine.generate(prompts, timing=timing, **rows)
 
 
 def forked(run: Callable[[], object], stderr: Path | int) -> int:

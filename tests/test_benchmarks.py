@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import BASE, FAMILIES, ROOT
+from conftest import BASE, FAMILIES, ROOT, generate
 
 from benchmarks import (
     background,
@@ -47,7 +47,6 @@ from decoding.sampling import Sampling
 from decoding.statistics import Timing
 from drafts.ngram import NgramDraft
 from drafts.suffix import SuffixDraft
-from generate import generate
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer
 from model import Transformer

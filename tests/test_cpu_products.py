@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, generate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -16,7 +16,6 @@ from torch import nn
 from cli.report import weight_bytes
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
-from generate import generate
 from loading.checkpoint import load_model
 from speculative import layer_subset
 from weights import cpu

@@ -11,13 +11,12 @@ import sys
 
 import pytest
 import torch
-from conftest import BASE, FAMILIES, ROOT, changed_family, config_json
+from conftest import BASE, FAMILIES, ROOT, changed_family, config_json, generate
 from safetensors.torch import load_file
 
 from benchmarks import self_prompts
 from cli.main import main as decode
 from decoding.sampling import Sampling
-from generate import generate
 from loading.checkpoint import load_config, load_model
 from loading.config import config_from_hf
 from loading.models import random_model

@@ -21,13 +21,12 @@ import lm_eval
 import lm_eval.tasks
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, generate
 from lm_eval.api.instance import Instance
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
-from generate import generate
 from loading.chat_templates import ChatTemplate
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer

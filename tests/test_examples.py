@@ -14,7 +14,7 @@ import json, sys
 import torch, transformers
 from loading.checkpoint import load_model
 from drafts.ngram import NgramDraft
-from generate import generate
+from conftest import generate
 from decoding.sampling import Sampling
 
 text = {

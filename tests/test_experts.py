@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import config_json, oracle
+from conftest import config_json, generate, oracle
 from reference import logits as reference_logits
 from safetensors.torch import load_file, save_file
 from test_quantize import SCHEMES
@@ -18,7 +18,6 @@ from cli.report import weight_bytes
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
-from generate import generate
 from loading.checkpoint import load_config, load_model
 from loading.config import config_from_hf
 from loading.saving import save_model

@@ -9,7 +9,7 @@ import types
 
 import pytest
 import torch
-from conftest import BASE, FAMILIES, changed_family, config_json, oracle
+from conftest import BASE, FAMILIES, changed_family, config_json, generate, oracle
 from safetensors.torch import load_file, save_file
 
 import cli.quantize as quantize_command
@@ -20,7 +20,6 @@ import loading.models as models
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
-from generate import generate
 from loading.checkpoint import Checkpoint, load_config, load_model
 from loading.config import config_from_hf
 from loading.saving import save_model

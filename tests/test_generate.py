@@ -1,10 +1,8 @@
 """generate.py: the loop against transformers and against itself alone."""
 
-import types
-
 import pytest
 import torch
-from conftest import FAMILIES, changed_family, oracle
+from conftest import FAMILIES, changed_family, generate, oracle
 from steps import token_records
 
 import decoding.readback as timing
@@ -15,7 +13,7 @@ from decoding.sampling import Sampling
 from decoding.statistics import Timing
 from decoding.validation import PromptError
 from drafts.ngram import NgramDraft
-from generate import decode, generate, stream
+from generate import decode
 from loading.checkpoint import load_model
 from model import KVCache
 from speculative import ModelDraft, layer_subset
@@ -197,12 +195,6 @@ def test_a_logits_processor_changes_the_plain_loop_as_it_does_an_engine(folder_o
     assert plain != [*decode(model, PROMPTS[1], **options)]
 
 
-def test_generate_names_an_option_that_there_is_not(folder_of):
-    model = load_model(folder_of("llama-3"), dtype=torch.float32)
-    with pytest.raises(TypeError, match="speculate"):
-        next(generate(model, [[5]], sampling=Sampling(0), max_new_tokens=1, speculate=3))
-
-
 def test_the_plain_loop_refuses_what_it_cannot_decode(folder_of):
     model, options = (
         load_model(folder_of("llama-3"), dtype=torch.float32),
@@ -307,13 +299,6 @@ def test_what_is_told_of_a_token_is_what_the_models_give_it(drafted, folder_of):
     engine.state.return_logprobs, again = False, Timing()
     assert rows_of(model, PROMPTS, timing=again, **options) == rows
     assert not any(request.token_probs for request in again.requests)
-
-
-def test_an_engine_takes_no_options_that_it_was_made_with(folder_of):
-    model = load_model(folder_of("llama-3"))
-    options = {"sampling": Sampling(0), "max_new_tokens": 2, "engine": Engine(model, 1, 40)}
-    with pytest.raises(ValueError, match="made with its own speculate_k, cache_type"):
-        rows_of(model, PROMPTS[:1], **options, speculate_k=2, cache_type="int8")
 
 
 @pytest.mark.compiled
@@ -445,23 +430,10 @@ def test_stop_ids_and_numbers_of_tokens_of_any_form(folder_of):
     """An iterator of stop ids is one too; a fraction of a token would never be reached."""
     model = load_model(folder_of("llama-3"), dtype=torch.float32)
     ids = rows_of(model, PROMPTS[:1])[0]
-    tokenizer = types.SimpleNamespace(
-        encode=lambda text: PROMPTS[0], stop_ids=(), stream=lambda **_: Spelled()
-    )
-    options = {"sampling": Sampling(0), "max_new_tokens": 20}
     end = next(i for i, id in enumerate(ids) if id not in ids[:i] and i > 2)
-    text = "".join(stream(model, tokenizer, "", stop_ids=iter([ids[end]]), **options))
-    assert text == "".join(f"{id} " for id in ids[:end])
+    assert rows_of(model, PROMPTS[:1], stop_ids=iter([ids[end]])) == [ids[: end + 1]]
     with pytest.raises(ValueError, match=r"max_new_tokens = 2\.5"):
         Engine(model, 1, 40).add_request(PROMPTS[0], sampling=Sampling(0), max_new_tokens=2.5)
-
-
-class Spelled:
-    def feed(self, id: int) -> str:
-        return f"{id} "
-
-    def flush(self) -> str:
-        return ""
 
 
 def test_one_timing_records_several_calls(folder_of):

@@ -15,11 +15,10 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
+from conftest import ROOT, generate
 
 from benchmarks.real import packaged
 from decoding.sampling import Sampling
-from generate import generate
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer
 from scripts.perplexity import measure, windows

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import generate
 from test_drafts import any_drafter, recorded, tiny_drafter, with_context
 from test_speculative import (
     BASE,
@@ -35,7 +36,6 @@ from decoding.statistics import Timing
 from drafts.hybrid import OPTIMISM, HybridDraft
 from drafts.registry import check_draft, load_drafter
 from drafts.suffix import END
-from generate import generate
 from loading.options import DraftOptions, split_spec
 from speculative import MIN_GAIN, DraftLength, ModelDraft
 

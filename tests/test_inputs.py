@@ -11,14 +11,13 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, generate
 
 from cli.main import main
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.stop_strings import StopStrings
 from drafts.ngram import NgramDraft
-from generate import generate
 from loading.checkpoint import load_model
 from loading.config import config_from_hf
 from loading.models import random_model

@@ -7,13 +7,12 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, generate
 
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
 from examples.int4_vnni import kernel
-from generate import generate
 from loading.checkpoint import load_model
 from weights.formats import FORMATS, Int4, unpack_bits
 from weights.linears import KERNELS, QuantizedLinear

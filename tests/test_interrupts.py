@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, generate
 from steps import token_records
 
 from cli.errors import defer_interrupts
@@ -25,7 +25,6 @@ from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
 from drafts.ngram import NgramDraft
-from generate import generate
 from loading.checkpoint import load_model
 from speculative import Costs, ModelDraft, layer_subset
 

@@ -13,13 +13,13 @@ import math
 import pytest
 import reference
 import torch
+from conftest import generate
 from torch import Tensor
 
 from decoding.engine import Engine
 from decoding.sampling import GREEDY, INVALID, Sampling, draw
 from drafts.ngram import NgramDraft
 from drafts.suffix import SuffixDraft
-from generate import generate
 from loading.config import config_from_hf
 from loading.models import random_model
 from loading.weight_names import pieces

@@ -22,7 +22,7 @@ import types
 
 import pytest
 import torch
-from conftest import BASE, FAMILIES, ROOT, forked
+from conftest import BASE, FAMILIES, ROOT, forked, generate
 
 import cli.chat as chat_room
 import decoding.scheduler as scheduler
@@ -38,7 +38,7 @@ from decoding.sampling import Sampling
 from decoding.settings import DEFAULT_LENGTH
 from decoding.statistics import Timing
 from drafts.registry import load_models
-from generate import LLM, generate
+from generate import LLM
 from loading.checkpoint import load_model
 from loading.target import pick_device
 from loading.tokenizer import load_tokenizer

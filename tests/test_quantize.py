@@ -15,7 +15,7 @@ import types
 import pytest
 import safetensors.torch as safetensors_types
 import torch
-from conftest import ROOT, config_json
+from conftest import ROOT, config_json, generate
 from steps import token_records
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,7 +30,6 @@ from cli.options import QuantizeOptions
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
-from generate import generate
 from loading.checkpoint import load_config, load_model
 from loading.files import stored_type
 from loading.models import random_model

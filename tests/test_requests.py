@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, oracle
+from conftest import ROOT, generate, oracle
 from reference import naive_penalties
 from safetensors.torch import load_file, save_file
 
@@ -26,7 +26,6 @@ from decoding.logits import penalize, top_logprobs
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
 from drafts.ngram import NgramDraft
-from generate import generate
 from loading.chat_templates import ChatTemplate
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer

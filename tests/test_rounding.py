@@ -17,7 +17,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, generate
 from steps import token_records
 from torch import Tensor
 
@@ -32,7 +32,6 @@ from exact import products
 from exact.attention import invariant_multiples, round_up_length
 from exact.probes import cancelling
 from exact.products import RowSplit, invariant_row_counts
-from generate import generate
 from loading.checkpoint import load_model
 from loading.models import random_model
 from model import Config, FeedForward

@@ -11,6 +11,7 @@ import random
 
 import pytest
 import torch
+from conftest import generate
 from test_rounding import SHAPE, large_numbers
 
 import decoding.kv_8bit as caches
@@ -18,7 +19,6 @@ from decoding.engine import Engine
 from decoding.kv_8bit import CACHE_TYPES
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
-from generate import generate
 from weights import linears
 
 WEIGHTS = ("bfloat16", "float32", "int8", "int4-g32")

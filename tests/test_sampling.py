@@ -10,14 +10,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import BASE
+from conftest import BASE, generate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import decoding.sampling as program
 import decoding.settings as limits
 from decoding.sampling import FILTERS, INVALID, PENALTIES, Sampling, draw, uniform
-from generate import generate
 from loading.config import config_from_hf
 from loading.models import random_model
 from speculative import ModelDraft, layer_subset

@@ -29,13 +29,13 @@ import openai
 import pydantic
 import pytest
 import torch
-from conftest import ROOT, started, status_of
+from conftest import ROOT, generate, started, status_of
 from safetensors.torch import load_file, save_file
 
 import decoding.engine as engine_room
 from decoding.engine import Engine
 from decoding.sampling import Sampling, uniform
-from generate import LLM, generate
+from generate import LLM
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer
 from scripts import serve, serve_flags

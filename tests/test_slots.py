@@ -10,6 +10,7 @@ import random
 
 import pytest
 import torch
+from conftest import generate
 from test_dflash import dflash_folder
 from test_drafts import eagle_folder, pard_folder
 
@@ -24,7 +25,6 @@ from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft
 from drafts.registry import load_drafter
 from drafts.suffix import SuffixDraft
-from generate import generate
 from loading.checkpoint import load_model
 from model import KVCache
 from speculative import ModelDraft, layer_subset

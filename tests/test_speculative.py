@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import STEADY_S
+from conftest import STEADY_S, generate
 from reference import naive_penalties
 from steps import prefill_all, start_all_alike, token_records
 from torch import Tensor
@@ -40,7 +40,6 @@ from decoding.statistics import Timing
 from drafts import ngram
 from drafts.ngram import NgramDraft
 from drafts.suffix import SuffixDraft
-from generate import generate
 from loading.models import random_model
 from model import Config, Transformer
 from speculative import (

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from conftest import generate
 from steps import token_records
 from test_speculative import BASE, PROMPTS, NoSync, rows_of, tiny
 
@@ -20,7 +21,6 @@ from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
 from drafts.suffix import END, DraftToken, SuffixDraft, Text
-from generate import generate
 from speculative import Costs, DraftLength
 
 

@@ -18,7 +18,6 @@ from decoding.sampling import Sampling
 from decoding.statistics import Timing
 from drafts.ngram import NgramDraft
 from drafts.suffix import SuffixDraft
-from generate import generate
 from loading.checkpoint import load_model
 from speculative import ModelDraft, layer_subset
 from tp import ALONE, Ranks, join, leave
@@ -141,12 +140,10 @@ def run_case(case: dict, ranks: Ranks = ALONE) -> dict:
     timing = Timing()
     with torch.compiler.set_stance("fail_on_recompile" if compile else "default"):
         stops = case.get("stops", ())
-        for row, id in generate(
-            model,
+        for row, id in engine.generate(
             PROMPTS,
             sampling=sampling,
             max_new_tokens=n,
-            engine=engine,
             stop_ids=stops,
             seed=11,
             timing=timing,

@@ -46,8 +46,8 @@ import torch
 from benchmarks.record import record
 from cli.errors import exit_on_error
 from cli.flags import Parser, positive
+from decoding.engine import Engine
 from decoding.sampling import Sampling
-from generate import generate
 from loading.checkpoint import load_config, load_model
 from loading.config import NEUTRAL, config_from_hf
 from loading.models import random_model
@@ -1212,7 +1212,9 @@ def attempt(folder: Path) -> dict[str, str]:
 
         def run():
             return list(
-                generate(model, [[1, 5]], sampling=Sampling(0), max_new_tokens=2, stop_ids=stop_ids)
+                Engine(model, 1, 4).generate(
+                    [[1, 5]], sampling=Sampling(0), max_new_tokens=2, stop_ids=stop_ids
+                )
             )
 
         step("generate", run)

@@ -6,7 +6,7 @@ before?
 
     CASES, CONTROLS     drafters, lengths of drafts and samplings; the same code, broken on purpose
     decode              rows with a drafter: tokens, and where in its round each was decided;
-                        in_batches by generate(), come_and_go by an Engine
+                        in_batches by Engine.generate, come_and_go by an Engine
     score               the law p of every token given those before it, from one plain pass over the
                         finished row
     chi_square, martingale, too_many    three tests that know nothing of models
@@ -96,7 +96,6 @@ from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft, pard_token
 from drafts.suffix import SuffixDraft
 from drafts.vocabulary import translate
-from generate import generate
 from loading.checkpoint import load_model
 from loading.files import read_json
 from loading.models import random_model
@@ -385,7 +384,7 @@ def decode(
 
 
 def in_batches(engine: Engine, sampling: Sampling, n_batches: int, seed: int) -> list[Request]:
-    """Rows of generate(), in batches of one size."""
+    """Rows of Engine.generate, in batches of one size."""
     V, size, longest = engine.model.config.vocab_size, engine.batch_size, engine.max_seq_length
     generator, timing = torch.Generator().manual_seed(seed), Timing()
     for batch in range(n_batches):
@@ -397,7 +396,7 @@ def in_batches(engine: Engine, sampling: Sampling, n_batches: int, seed: int) ->
         budgets, out = [end - n for end, n in zip(ends, lengths)], [[] for _ in prompts]
         seeds = [(seed << 20) + batch * size + row for row in range(size)]
         options = {"sampling": sampling, "max_new_tokens": budgets, "seed": seeds}
-        for row, id in generate(engine.model, prompts, engine=engine, timing=timing, **options):
+        for row, id in engine.generate(prompts, timing=timing, **options):
             out[row].append(id)
         assert out == [request.tokens for request in timing.requests[-size:]]
     return timing.requests
