@@ -26,7 +26,9 @@ import loading.models as models
 from cli.flags import parse_args
 from cli.main import main
 from cli.quantize import main as quantize
-from generate import LLM
+from decoding.sampling import Sampling
+from drafts.ngram import NgramDraft
+from generate import LLM, generate
 from loading.checkpoint import load_config, load_model
 from loading.saving import save_model
 from loading.tokenizer import copy_files, load_tokenizer
@@ -741,6 +743,21 @@ def test_a_fused_matrix_of_unlike_types_keeps_them(family, tmp_path):
     # Another scheme is that of all sources, in one matrix.
     requantized = load_model(file, quantize="int8", pack=False)
     assert requantized.layers[0].attention.qkv.scheme == "int8"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fused_matrix_in_parts_drafts_as_it_decodes(dtype, tmp_path):
+    """The same bits for one row and for a round of several, in every part's own kernel."""
+    model = load_model(write(tmp_path / "m.gguf", types=mixed_types), dtype=dtype)
+    prompts = [[40, 3, 99, 12, 7], [*range(5, 30)]]
+    texts = []
+    for drafting in ({}, {"drafter": NgramDraft(1), "speculate_k": 3}):
+        rows = [[], []]
+        options = {"sampling": Sampling(0), "max_new_tokens": 30, **drafting}
+        for row, id in generate(model, prompts, **options):
+            rows[row].append(id)
+        texts.append(rows)
+    assert texts[0] == texts[1] and len(texts[0][0]) == 30
 
 
 def test_a_fused_matrix_in_parts_is_saved_and_loaded(tmp_path):
