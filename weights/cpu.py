@@ -26,7 +26,6 @@ import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -97,12 +96,8 @@ class PackedWeights(nn.Module):
     rows. They stay on the CPU and are never unpacked. `row_split` says in which numbers of rows
     `kernel` runs."""
 
-    # Rows that cost little more than one, by the weights' dtype: a batch is padded up to there.
-    tile_rows: ClassVar[dict[torch.dtype, int]] = {
-        torch.bfloat16: TILE_ROWS,
-        torch.float16: TILE_ROWS,
-        torch.float32: 2,
-    }
+    # Rows that cost little more than one in 16 bits: a row is padded to fewer of them.
+    tile_rows = TILE_ROWS
 
     def __init__(self, weight: Tensor):
         super().__init__()
@@ -116,7 +111,7 @@ class PackedWeights(nn.Module):
     def find_row_split(cls, weight: Tensor) -> RowSplit:
         threads = torch.get_num_threads()
         candidates = cls.probed_rows(weight)
-        max_first = cls.tile_rows[weight.dtype]
+        max_first = cls.tile_rows if weight.dtype in HALF_TYPES else 2  # float32: every row costs
         return find_packed_split(
             cls.kernel_on_ones, *weight.shape, weight.dtype, candidates, max_first, threads
         )
@@ -185,11 +180,7 @@ class PlainWeights(PackedWeights):
     as a row of the batch.
     """
 
-    tile_rows: ClassVar[dict[torch.dtype, int]] = {
-        torch.bfloat16: 1,
-        torch.float16: 1,
-        torch.float32: 2,
-    }
+    tile_rows = 1
 
     @staticmethod
     def probed_rows(weight: Tensor) -> tuple[int, ...]:
@@ -205,7 +196,7 @@ class PlainWeights(PackedWeights):
 class TransposedWeights(PlainWeights):
     """Weights as they are, on the left of the product: y^T = W x^T."""
 
-    tile_rows = PackedWeights.tile_rows
+    tile_rows = TILE_ROWS
 
     @staticmethod
     def probed_rows(weight: Tensor) -> tuple[int, ...]:
@@ -275,7 +266,7 @@ class FbgemmWeights(PackedWeights):
     row, and oneDNN lacks 16-bit products (AVX2) or converts more slowly (AVX-512).
     """
 
-    tile_rows: ClassVar[dict[torch.dtype, int]] = dict.fromkeys(HALF_TYPES, 6)
+    tile_rows = 6
 
     def __init__(self, weight: Tensor):
         super().__init__(weight)
@@ -286,9 +277,8 @@ class FbgemmWeights(PackedWeights):
     @classmethod
     def find_row_split(cls, weight: Tensor) -> RowSplit:
         threads = torch.get_num_threads()
-        max_first = cls.tile_rows[weight.dtype]
         return find_kernel_split(
-            cls.kernel_on_ones, torch.float32, FBGEMM_ROW_COUNTS, threads, max_first
+            cls.kernel_on_ones, torch.float32, FBGEMM_ROW_COUNTS, threads, cls.tile_rows
         )
 
     def prepack(self, weight: Tensor) -> list[Future]:
@@ -329,7 +319,7 @@ def has_instructions(weight: Tensor) -> bool:
 
 # The form of weights: the first that suits, with what each gains (docs/internals.md has the
 # times).
-FORMS: tuple[tuple[Callable[[Tensor], bool], type[PackedWeights]], ...] = (
+FORMS = (
     # AMX: all rows of a tile are used.
     (lambda weight: weight.dtype in HALF_TYPES and has_tiles(), TransposedWeights),
     # AVX-512 with bfloat16 or float16: as fast as fbgemm, and no conversion.
