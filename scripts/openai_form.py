@@ -5,7 +5,7 @@ of an answer.
     TextRequest         the keys of a request, with every field of Sampling; Completion and Chat add
                         their own
     read_request        a checked request; a key that this server cannot honour is refused by name,
-                        unless scripts/other_servers.py knows that its value changes nothing
+                        unless its value asks for nothing (scripts/other_servers.py)
     Event               the tokens that one step decided for one answer
     Answer              the objects of one request's answers: chunks of a stream, or complete
                         choices
@@ -327,14 +327,16 @@ def read_request(body: dict, chat: bool, model: str, sampling: Sampling) -> Text
         value = getattr(sampling, field.name)
         if value != field.default:
             defaults[field.name] = value
-    body = defaults | translated(body, chat, defaults)
+    request_type = Chat if chat else Completion
+    own_keys = {"model", *(item.alias or name for name, item in request_type.model_fields.items())}
+    body = defaults | translated(body, chat, own_keys)
     name = body.pop("model", model)
     if name != model:
         raise Refusal(
             f"no model {name!r:.99}: this server has {model!r}", "model", 404, "model_not_found"
         )
     try:
-        return (Chat if chat else Completion).model_validate(body)
+        return request_type.model_validate(body)
     except ValidationError as error:
         raise refusal_of(error.errors()[0]) from None
 

@@ -21,21 +21,21 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from scripts.openai_form import Chat, FirstError, Refusal, refusal_of
-from scripts.other_servers import ANY, OFF, is_among
+from scripts.other_servers import EMPTY, is_among
 
 MAX_STORED = 512  # responses
 MAX_STORED_BYTES = 2**26
 # Values of OpenAI's keys at which a request is as without them. At others they are refused.
-NEUTRAL = {
-    "background": OFF,
-    "client_metadata": ANY,  # of Codex: the program's and the session's names
+DEFAULTS = {
+    "background": EMPTY,
     # Stateless clients ask for it; here an item of reasoning has its thoughts in the clear.
-    "include": (*OFF, ["reasoning.encrypted_content"]),
-    "max_tool_calls": ANY,  # of tools that run on OpenAI's servers
-    "stream_options": ANY,  # include_obfuscation, which this server's streams do without
-    "top_logprobs": OFF,
+    "include": (*EMPTY, ["reasoning.encrypted_content"]),
+    "top_logprobs": EMPTY,
     "truncation": ("disabled",),
 }
+# Ignored: names of a program and its session, a number of tools that run on OpenAI's servers, and
+# include_obfuscation, which this server's streams do without.
+LABELS = {"client_metadata", "max_tool_calls", "stream_options"}
 # Keys of chats that /v1/responses has in another form, or has no room for.
 CHAT_KEYS = {
     "messages",
@@ -137,7 +137,7 @@ def read_response_request(body: dict) -> ResponseRequest:
     """The checked body of /v1/responses, in which null is an absent key."""
     keys = {}
     for key, value in body.items():
-        if value is None or is_among(value, NEUTRAL.get(key, ())):
+        if value is None or key in LABELS or is_among(value, DEFAULTS.get(key, ())):
             continue
         if key in CHAT_KEYS:
             message = f"{key!r} is a key of chats, which /v1/responses does not have"

@@ -41,7 +41,8 @@ from loading.tokenizer import load_tokenizer
 from scripts import serve, serve_flags
 from scripts.batches import Decoder, Job, Row
 from scripts.openai_form import Answer, Chat, Completion, Event, Refusal, Token, read_request
-from scripts.other_servers import NEUTRAL
+from scripts.other_servers import DEFAULTS as OTHER_DEFAULTS
+from scripts.other_servers import LABELS
 from weights.walker import pack_model
 
 pytestmark = pytest.mark.attack  # half a minute on two cores
@@ -995,30 +996,34 @@ def test_neutral_values_ask_for_nothing_and_an_answer_is_pure_ascii():
     assert choice["message"]["content"] == "é" and serve.json_response(choice).body.isascii()
 
 
-def test_the_pages_table_of_other_servers_keys_is_true():
-    """Every key of the table in the code stands there, at its values, and at others it is refused
-    by name."""
-    page = (
-        (ROOT / "docs" / "serve.md")
-        .read_text()
-        .partition("## Keys of other servers")[2]
-        .partition("\n\nPaths")[0]
-    )
-    rows = [line.split("|")[1:4] for line in page.splitlines() if line.startswith("| `")]
-    assert len(rows) > 10
-    keys_of_page = set()
-    for keys, _, here in rows:
-        for key in re.findall(r"`(\w+)`", keys):
-            keys_of_page.add(key)
-            body = {"messages": [{"role": "user", "content": "a"}], key: "value"}
-            if here.strip().startswith("ignored"):
-                read_request(body, True, "m", Sampling())
-                continue
-            with pytest.raises(Refusal) as caught:
-                read_request(body, True, "m", Sampling())
-            assert caught.value.body["error"]["param"] == key
-    fields = {*Chat.model_fields, "echo"}
-    assert not {*NEUTRAL, "best_of", "add_special_tokens", "repeat_last_n"} - keys_of_page - fields
+def test_an_unknown_key_counts_where_it_asks_for_something():
+    """Whatever its name, it is ignored at a value that asks for nothing, and refused by name at any
+    other. The page names the keys that are exceptions."""
+    messages = [{"role": "user", "content": "a"}]
+    page = (ROOT / "docs" / "serve.md").read_text().partition("## Keys of other servers")[2]
+    assert len(OTHER_DEFAULTS) <= 13  # and the two that depend on the rest of a request
+    own_keys = {*Chat.model_fields}
+    assert {*LABELS, *OTHER_DEFAULTS} - own_keys <= set(re.findall(r"`(\w+)`", page))
+    ignored = [
+        (name, value) for name in ("mirostat", "x") for value in (None, False, 0, "", [], {})
+    ]
+    ignored += [(name, 1.0) for name in ("typical_p", "length_penalty", "dynatemp_exponent")]
+    ignored += [(name, {"any": [1]}) for name in LABELS]
+    ignored += [(name, value) for name, values in OTHER_DEFAULTS.items() for value in values]
+    plain = read_request({"messages": messages}, True, "m", Sampling())
+    for name, value in ignored:
+        request = read_request({"messages": messages, name: value}, True, "m", Sampling())
+        others = {"separate_reasoning": request.separate_reasoning}
+        assert request.model_dump() == plain.model_dump() | others
+    refused = [
+        (name, value) for name in ("mirostat", "x") for value in (True, 1, 1.0, "a", [0], -1)
+    ]
+    refused += [("typical_p", 0.9), ("skip_special_tokens", False), ("include_reasoning", False)]
+    refused += [("reasoning_effort", "low"), ("verbosity", "low"), ("modalities", ["audio"])]
+    for name, value in refused:
+        with pytest.raises(Refusal) as caught:
+            read_request({"messages": messages, name: value}, True, "m", Sampling())
+        assert caught.value.body["error"]["param"] == name
 
 
 # What clients of these servers send when nobody has set anything, from their request types and
@@ -1080,34 +1085,24 @@ DEFAULTS = [
         "session_params": None,
         "return_hidden_states": False,
         "separate_reasoning": True,
-        "stream_reasoning": True,
         "rid": None,
         "custom_logit_processor": None,
         "return_routed_experts": False,
     },
     {
         "repeat_penalty": 1.0,
-        "repeat_last_n": 64,
-        "typical_p": 1,
+        "typical_p": 1.0,
         "dynatemp_range": 0.0,
         "dynatemp_exponent": 1.0,
         "dry_multiplier": 0,
-        "dry_base": 1.75,
-        "dry_allowed_length": 2,
-        "dry_penalty_last_n": -1,
         "xtc_probability": 0.0,
-        "xtc_threshold": 0.1,
-        "top_n_sigma": -1.0,
         "mirostat": 0,
-        "mirostat_tau": 5.0,
-        "mirostat_eta": 0.1,
         "grammar": "",
         "top_k": 0,
         "n_probs": 0,
         "min_keep": 0,
         "n_keep": 0,
         "n_discard": 0,
-        "id_slot": -1,
         "cache_prompt": True,
         "max_tokens": -1,
         "n_predict": None,
@@ -1123,14 +1118,18 @@ DEFAULTS = [
 ]
 
 
+OF_CHATS = {"add_generation_prompt", "separate_reasoning"}  # true by default
+
+
 def test_keys_of_other_servers_at_their_defaults_change_nothing():
     messages = [{"role": "user", "content": "a"}]
     chat = read_request({"messages": messages}, True, "m", Sampling(0.5))
     text = read_request({"prompt": "a"}, False, "m", Sampling(0.5))
     for keys in DEFAULTS:
         asked = read_request({"messages": messages, **keys}, True, "m", Sampling(0.5))
+        of_text = {key: value for key, value in keys.items() if key not in OF_CHATS}
         completed = read_request(
-            {"prompt": "a", "add_special_tokens": True, **keys}, False, "m", Sampling(0.5)
+            {"prompt": "a", "add_special_tokens": True, **of_text}, False, "m", Sampling(0.5)
         )
         for request, plain in ((asked, chat), (completed, text)):
             assert (
@@ -1165,9 +1164,6 @@ def test_keys_of_other_servers_at_their_defaults_change_nothing():
     penalized = Sampling(0, repetition_penalty=1.3)
     unpenalized = read_request({"prompt": "a", "repeat_penalty": 1.0}, False, "m", penalized)
     assert unpenalized.sampling == Sampling(0)  # not the server's default either
-    # a window counts beside the server's own penalty
-    with pytest.raises(Refusal, match="repeat_last_n"):
-        read_request({"prompt": "a", "repeat_last_n": 64}, False, "m", penalized)
     limits = {"max_tokens": -1, "max_completion_tokens": 2}
     assert read_request({"messages": messages, **limits}, True, "m", Sampling()).max_new_tokens == 2
     for key, value in (
@@ -1177,9 +1173,7 @@ def test_keys_of_other_servers_at_their_defaults_change_nothing():
         ("ignore_eos", 1),
         ("top_k", -2),
         ("max_tokens", -2),
-        ("id_slot", 0),
         ("cache_prompt", False),
-        ("min_tokens", False),
         ("reasoning_effort", "low"),
         ("n_predict", "7"),
         ("best_of", 2),
@@ -1189,10 +1183,7 @@ def test_keys_of_other_servers_at_their_defaults_change_nothing():
             read_request({"prompt": "a", key: value}, False, "m", Sampling())
         param = {"n_predict": "max_tokens"}.get(key, key)
         assert caught.value.body["error"]["param"] == param, key
-    for keys, key in (
-        ({"repeat_last_n": 64, "presence_penalty": 1}, "repeat_last_n"),
-        ({"n_predict": 3, "max_tokens": 4}, "n_predict"),
-    ):
+    for keys, key in (({"n_predict": 3, "max_tokens": 4}, "n_predict"),):
         with pytest.raises(Refusal, match=key):
             read_request({"prompt": "a", **keys}, False, "m", Sampling())
 
