@@ -31,7 +31,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
@@ -97,7 +97,7 @@ VERSIONS = ("/v1", "")  # in front of these paths: some clients leave it out
 OPEN_PATHS = ("/", "/health")  # need no key
 PATHS_HELP = (
     f"this server has text alone: /v1{CHAT}, /v1{COMPLETIONS}, /v1{RESPONSES}, /v1{MODELS},"
-    " /tokenize, /detokenize, /props, /metrics, /health and /"
+    " /tokenize, /detokenize, /metrics, /health and /"
 )
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline';"
@@ -179,7 +179,6 @@ class Api:
         pages = {
             "/": self.page,
             "/health": self.health,
-            "/props": self.props,
             "/metrics": self.metrics,
         }
         posts = {"/tokenize": self.tokenize, "/detokenize": self.detokenize}
@@ -365,7 +364,7 @@ class Api:
         self.responses.remove(id)
         return json_response({"id": id, "object": "response", "deleted": True})
 
-    # ------------------------------------------------------------------------- vLLM's, llama.cpp's
+    # --------------------------------------------------------------------------------------- vLLM's
 
     async def tokenize(self, http_request: Request) -> Response:
         """The ids of a prompt or of messages, which may be longer than the context."""
@@ -392,23 +391,6 @@ class Api:
             raise Refusal(f"tokens must be a list of ids below {len(vocab)}", "tokens")
         text = await self.in_thread(self.encoder, self.llm.tokenizer.decode, ids)
         return json_response({"prompt": text})
-
-    async def props(self) -> Response:
-        """What llama.cpp's /props has and this server knows, and vLLM's max_model_len."""
-        engine = self.llm.engine
-        template = self.llm.tokenizer.template
-        return json_response(
-            {
-                "model_alias": self.name,
-                "max_model_len": engine.max_seq_length,
-                "total_slots": engine.batch_size,
-                "chat_template": "" if template is None else template.source,
-                "default_generation_settings": {
-                    "n_ctx": engine.max_seq_length,
-                    "params": asdict(self.sampling),
-                },
-            }
-        )
 
     async def metrics(self) -> Response:
         text = self.decoder.metrics.text(self.decoder.gauges())
