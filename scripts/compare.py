@@ -12,8 +12,7 @@ r"""Compare two configurations of generate.py on the same prompts: their tokens,
     run, print_report                 the results as one JSON object, or as text
 
 Exit status 1 says that greedy tokens differ. Sampled tokens may differ, because a drafter promises
-only their distribution. With `--live` both sides first decode the first prompt on the screen
-(live.py); that run does not count.
+only their distribution.
 """
 
 if __name__ == "__main__":  # before torch is imported: --help and wrong flags are answered at once
@@ -292,11 +291,7 @@ def run(args: CompareOptions) -> dict:
     if errors:
         raise ValueError(errors[0])
     options_a, options_b = share_random_seeds(options_a, options_b)
-    if args.live:
-        from scripts.live import Column, watch  # before anything is loaded: it needs rich
     a, b = load_sides(options_a, options_b, prompts)
-    if args.live:
-        watch([Column(f"a: {args.a}", a), Column(f"b: {args.b}", b)])
     greedy = all(row.sampling.is_greedy for row in a.rows + b.rows)
     rates, runs = compare(a, b, args.rounds)
     reports = [describe(n, prompt.text, runs[n], a, greedy) for n, prompt in enumerate(prompts)]

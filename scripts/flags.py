@@ -24,7 +24,6 @@ class CompareOptions(NamedTuple):
     b: str
     prompts: PromptOptions
     rounds: int
-    live: bool
     json: bool
 
 
@@ -52,15 +51,10 @@ def compare_args(argv: Sequence[str] | None = None) -> CompareOptions:
         metavar="N",
         help="decode each prompt N times by a, b, b, a; default: 1",
     )
-    add(
-        "--live",
-        action="store_true",
-        help="first show both sides decode the first prompt, on stderr (needs rich)",
-    )
     add("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(join_flags_of_sides(sys.argv[1:] if argv is None else argv))
     prompts = PromptOptions(prompt=args.prompt, file=args.prompt_file)
-    return CompareOptions(args.a, args.b, prompts, args.rounds, args.live, args.json)
+    return CompareOptions(args.a, args.b, prompts, args.rounds, args.json)
 
 
 def join_flags_of_sides(words: Sequence[str]) -> list[str]:

@@ -164,7 +164,6 @@ TESTS = {
     "scripts/draft_start.py": "distill_draft draft_kinds",
     "scripts/draft_text.py": "distill_draft draft_kinds",
     "scripts/eval_lm.py": "eval_lm -m attack",
-    "scripts/live.py": "live",
     "scripts/openai_form.py": "tool_calls responses serve -m 'not browser and not real'",
     "scripts/perplexity.py": "quantize -k perplexity",
     "scripts/serve.py": "responses serve -m 'not browser and not real'",
