@@ -97,6 +97,7 @@ class Row(Answer):
         self.seed = seed
         self.prompt_number = index // text_request.n
         self.num_rounds = 0
+        self.is_closing = False  # all tokens have come, and their last text may
         self.pending: list[Token] = []  # decided, but not sent yet
         self.last_send_s = 0.0
         self.echo_texts: list[str] = []
@@ -122,7 +123,7 @@ class Row(Answer):
         """Make the last token pending, with the text that it adds. The text that `close` releases
         belongs to the last token too, which is pending still."""
         super().add(text, record)
-        if self.is_finished:
+        if self.is_closing:
             if self.pending and self.max_new_tokens:
                 last = self.pending[-1]
                 self.pending[-1] = last._replace(text=last.text + text)
@@ -136,6 +137,10 @@ class Row(Answer):
             seconds = self.request.prefill_s + self.request.decode_s
             token = token_of(self, number, text, self.num_rounds, seconds, self.num_logprobs)
             self.pending.append(token)
+
+    def close(self) -> None:
+        self.is_closing = True
+        super().close()
 
     def read_prompt(self, tokenizer: Tokenizer) -> list[str]:
         """The texts of the prompt's tokens. The answer may complete the last character of the
