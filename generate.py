@@ -138,7 +138,7 @@ class LLM:
         **options,
     ):
         """Load a folder, a GGUF file or a model of the hub. `draft`: one of these, a spec such as
-        "ngram", or a drafter of your own (speculative.Drafter); batch_size: answers at a time.
+        "ngram", or a drafter of your own (drafts.base.Drafter); batch_size: answers at a time.
         `options` are fields of ModelOptions (quantize, dtype, device, …) and of EngineOptions
         (speculate_k, compile, cache_type, …). TypeError for a name that is neither, ValueError for
         a value that cannot be used."""

@@ -79,7 +79,7 @@ class Checkout:
 
     def engine(self, slots: int):
         from decoding.engine import Engine
-        from speculative import ModelDraft
+        from drafts.base import ModelDraft
 
         if slots not in self.engines:
             drafter = ModelDraft(self.draft) if self.draft else None

@@ -39,9 +39,9 @@ from decoding.costs import Costs
 from decoding.engine import Engine
 from decoding.readback import step_times, synchronize
 from decoding.sampling import GREEDY, Sampling
+from drafts.base import ModelDraft
 from generate import LLM
 from loading.target import pick_device
-from speculative import ModelDraft
 from weights.walker import pack_model
 
 LOCK = "QUICKDRAFT_GPU_LOCK"  # in the environment: the file whose lock is the GPU's

@@ -29,10 +29,10 @@ from cli.report import attended_bytes, position_bytes, weight_bytes
 from decoding.engine import Engine
 from decoding.readback import seconds_between, synchronize, timestamp
 from decoding.sampling import Sampling
+from drafts.base import Drafter
 from loading.config import config_from_hf
 from loading.models import random_model
 from model import Block, Config, Transformer
-from speculative import Drafter
 from weights import formats
 from weights.linears import QuantizedLinear
 from weights.walker import pack_model

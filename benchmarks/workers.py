@@ -29,13 +29,13 @@ from decoding.runner import Rows
 from decoding.sampling import GREEDY, Sampling
 from decoding.scheduler import Request
 from decoding.statistics import Timing
+from drafts.base import ModelDraft
 from drafts.ngram import NgramDraft
 from drafts.suffix import SuffixDraft
 from loading.checkpoint import load_model
 from loading.config import config_from_hf
 from loading.models import random_model
 from loading.tokenizer import load_tokenizer
-from speculative import ModelDraft
 from weights.walker import pack_model
 
 READ_BYTES = 2**31

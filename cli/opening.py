@@ -23,11 +23,11 @@ from decoding.engine import Engine, cache_class
 from decoding.sampling import PATHS as SAMPLING_PATHS
 from decoding.sampling import Sampling
 from decoding.settings import DEFAULT_LENGTH
+from drafts.base import Drafter
 from drafts.registry import load_models
 from generate import LLM
 from loading.target import target_config
 from model import Config, Transformer
-from speculative import Drafter
 from tp import ALONE, Ranks
 from weights.walker import batch_invariant_rows
 

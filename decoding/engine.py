@@ -1,7 +1,7 @@
 """An engine: up to B requests at a time on one model, each of which gets the tokens that it would
 get alone.
 
-    decode_step             advances a batch, held in fixed tensors, by one token
+    decode_step, run_round  advance a batch, held in fixed tensors: by one token, or by a round
     compiled                the only call of torch.compile
     Engine                  slots for requests: add_request, step, abort; warm_up, calibrate
 
@@ -24,6 +24,7 @@ from torch import Tensor
 
 import decoding.validation as validation
 from decoding.costs import Costs, costs_at
+from decoding.draft_length import DraftLength
 from decoding.logits import top_logprobs
 from decoding.memory import DraftPlan, Memory
 from decoding.options import EngineOptions
@@ -34,8 +35,9 @@ from decoding.scheduler import Request, Scheduler, Slot
 from decoding.state import MAX_STOP_IDS, State
 from decoding.statistics import StepRecord, Timing
 from decoding.warmup import calibrate, lengths_to_calibrate, warm_up
+from drafts.base import CustomDraft, Drafter
 from model import Caches, KVCache, Transformer, row_view
-from speculative import CustomDraft, Drafter, DraftLength, run_round
+from speculative import verify_step
 from tp import lost_contact, ranks_of
 from weights.compiling import compile_options, recompile_options
 from weights.walker import batch_invariant_rows
@@ -64,6 +66,36 @@ def decode_step(model: Transformer, caches: Caches, state: State) -> None:
     pos = state.pos[:, None]  # (B, 1)
     h = model.hidden(state.tokens.gather(1, pos), pos, caches)  # (B, 1, D)
     decide(state, model.head(h[:, 0]))
+
+
+def run_round(
+    rows,
+    caches: Caches,
+    maybe_compile: Callable,
+    forced_tokens: Tensor | None = None,
+) -> object:
+    """Decide 1 to K + 1 tokens of every one of the `rows` (decoding/runner.py), K = state.k.
+    Returns a timestamp, taken when drafting has ended and verification begins.
+
+    `forced_tokens` (B, K) replace the drafted ones. A row's draft ends where drafter.rows_to_draft
+    does; without any it is decided as in plain decoding.
+    """
+    state, target, drafter = rows
+    # SPECULATE: K tokens for every row, and the distributions that the drafter drew them from.
+    draft_tokens, draft_probs = drafter.propose(state)  # (B, K), (B, K, V)
+    num_drafted = draft_tokens.size(1)
+    assert num_drafted == state.k, f"{num_drafted} tokens were drafted instead of {state.k}"
+    if not state.all_draft or drafter.max_positions < state.parked_pos:
+        may_draft = drafter.rows_to_draft(state)  # (B, K)
+        draft_probs = torch.where(may_draft[..., None], draft_probs, 0)
+    drafted_at = timestamp(draft_tokens.device)
+    if forced_tokens is not None:
+        draft_tokens = forced_tokens
+    state.write_masks(draft_tokens)
+    verify = maybe_compile(verify_step, state, state.k)
+    verify(target.model, caches, state, draft_tokens, draft_probs)
+    drafter.advance(state.accepted.clamp(min=0))
+    return drafted_at
 
 
 # ----------------------------------------------------------------------------------------- engine

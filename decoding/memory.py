@@ -34,7 +34,7 @@ MAX_SEEDS = 1 << 18  # that are known to be used, some 100 bytes each
 
 class Memory:
     """What was learned from the texts of some requests. `figures`: the drafter's own, as of
-    Drafter.new_figures; `draft_length`: speculative.DraftLength, made by the engine."""
+    Drafter.new_figures; `draft_length`: draft_length.DraftLength, made by the engine."""
 
     def __init__(self, figures: object, is_shared: bool):
         self.figures = figures
@@ -44,7 +44,7 @@ class Memory:
 
 class DraftPlan(NamedTuple):
     """What the requests of one memory draft in a step. `suffix_requests` and `runs_model` are as
-    of speculative.Drafter; `costs` those that the plan was made by."""
+    of drafts.base.Drafter; `costs` those that the plan was made by."""
 
     memory: Memory
     requests: Sequence

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from decoding.sampling import NO_DRAFT
 from decoding.state import NO_TOKEN
-
-NO_DRAFT = -1.0  # the overlap of a position without a drafted token
 
 
 def host_lag(device: torch.device) -> int:

@@ -170,7 +170,7 @@ class Rows(NamedTuple):
 
     state: State
     target: ModelRunner
-    drafter: object  # speculative.Drafter
+    drafter: object  # drafts.base.Drafter
 
 
 def slot_tensors(

@@ -1,5 +1,7 @@
 """Drafters with a file each. Delete one, and the rest runs.
 
+    base.py             what a drafter is, and drafts by a model; every other file needs it
+    target_layers.py    the target's own layers, some of them or quantized
     suffix.py           the continuation of the longest repeated suffix, from this request or
                         earlier answers
     hybrid.py           the suffix draft and a folder's, row by row the one that promises more
@@ -12,5 +14,5 @@
     hidden_states.py    the target's hidden states, for eagle.py and dflash.py
     vocabulary.py       drafts whose tokenizer is not the target's
 
-registry.py chooses one for a folder or a spec; speculative.py has the rounds.
+registry.py chooses one for a folder or a spec; speculative.py verifies what they propose.
 """

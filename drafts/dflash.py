@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from drafts.base import ParallelDraft
 from drafts.hidden_states import (
     HiddenStateDraft,
     HiddenStateModel,
@@ -35,7 +36,6 @@ from drafts.vocabulary import read_token_id
 from loading.checkpoint import Checkpoint
 from loading.config import Section
 from model import Caches, Config, Linear, RMSNorm, apply_rope
-from speculative import ParallelDraft
 
 MAX_BLOCK = 64  # a block may not reach past the positions that an engine clears after a request
 OPTIONS = {"block_size", "mask_token_id", "target_layer_ids", "causal"}  # the keys of dflash_config

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from drafts.base import ModelDraft
 from drafts.vocabulary import gather_logits
 from loading.checkpoint import Checkpoint
 from loading.config import NEOX_KEYS, Section, config_from_hf
@@ -23,7 +24,6 @@ from loading.files import check_headers
 from loading.models import DTYPES, allocate
 from loading.weight_names import pieces
 from model import Caches, Config, Linear, Transformer
-from speculative import ModelDraft
 from weights.walker import quantized_copy
 
 MIN_ROUNDS = 48  # before a draft is judged by its acceptance

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from decoding.costs import expected_tokens
+from decoding.draft_length import DECAY, MIN_GAIN, DraftLength
 from decoding.memory import DraftPlan
 from decoding.scheduler import Request
+from drafts.base import ModelDraft
 from drafts.suffix import END, Acceptance, SuffixDraft
-from speculative import DECAY, MIN_GAIN, DraftLength, ModelDraft
 
 # The model's acceptance is only observed in rounds that run the model. When it is compared with a
 # suffix draft, this many accepted tokens are added, so that a model with a poor start runs again.

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speculative import Drafter
+from drafts.base import Drafter
 
 BASE = 0x9E3779B97F4A7C15 - 2**64  # odd: its powers do not vanish modulo 2^64
 

@@ -11,13 +11,13 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from drafts.base import ParallelDraft
 from drafts.translated import load_translated
 from drafts.vocabulary import read_token_id
 from loading.checkpoint import Checkpoint, load_config
 from loading.config import Section
 from loading.tokenizer import Tokenizer
 from model import Caches, Config, Transformer
-from speculative import ParallelDraft
 
 
 class PardDraft(ParallelDraft):

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from drafts.base import Drafter
 from loading.checkpoint import Checkpoint
 from loading.draft_types import draft_type_of
 from loading.hub import checkpoint_path
@@ -29,7 +30,6 @@ from loading.plain_files import error_prefix
 from loading.target import load_target, target_config
 from loading.tokenizer import Tokenizer
 from model import Config, Transformer
-from speculative import Drafter, layers_from_spec, quantized_from_spec
 from tp import ALONE, Ranks, ranks_of
 from weights.walker import pack_model
 
@@ -201,8 +201,12 @@ def spec_parser(kind: str) -> Callable:
 
             return matcher(NgramDraft)
         case "layers":
+            from drafts.target_layers import layers_from_spec
+
             return layers_from_spec
         case "quantized":
+            from drafts.target_layers import quantized_from_spec
+
             return quantized_from_spec
     raise ValueError(f"expected {SPEC_HELP}")
 

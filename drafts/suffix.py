@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from decoding import readback
+from decoding.draft_length import DECAY
 from decoding.scheduler import Request, common_prefix
-from speculative import DECAY, Drafter
+from drafts.base import Drafter
 
 GRAMS = (6, 3, 1)  # lengths of the indexed n-grams; a look-up takes the longest that occurred
 MAX_OCCURRENCES = 32  # of an n-gram; a look-up visits the latest

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from drafts.base import ModelDraft
 from drafts.vocabulary import ids_by_string, translate
 from loading.checkpoint import Checkpoint, load_config, load_model
 from loading.models import pick_dtype
 from loading.tokenizer import Tokenizer, load_tokenizer
 from model import Config, Transformer
-from speculative import ModelDraft
 from tp import ranks_of
 
 # The tokens that the draft shares with the target must have this share of its probability.

@@ -44,6 +44,7 @@ from cli.running import run_interruptibly, warm_up
 from decoding.engine import Engine
 from decoding.scheduler import common_prefix
 from decoding.statistics import Timing
+from drafts.base import Drafter
 from drafts.registry import draft_loader, pack_with
 from generate import LLM
 from loading.options import ModelOptions
@@ -53,7 +54,6 @@ from model import Transformer
 from scripts.flags import CompareOptions
 from scripts.flags import compare_args as parse_args
 from scripts.perplexity import check_same_tokens
-from speculative import Drafter
 
 # Flags that have no meaning in --a and --b.
 REFUSED = (

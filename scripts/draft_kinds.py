@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drafts.base import Drafter, ModelDraft
 from drafts.dflash import DFlashDraft, DFlashModel, dflash_of
 from drafts.eagle import EagleDraft, EagleModel, eagle_of
 from drafts.hidden_states import AuxHiddenStates
@@ -35,7 +36,6 @@ from loading.models import allocate
 from loading.saving import save_model
 from model import AttentionMask, Caches, Config, Transformer, attend
 from scripts.draft_start import embedding_of
-from speculative import Drafter, ModelDraft
 
 MAX_MARKOV_RANK = 256  # of DeepSpec's published drafts
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from drafts.target_layers import layer_subset, parse_layers
 from loading.config import config_from_hf, text_part
 from loading.families import FAMILIES
 from model import Config, Transformer
-from speculative import layer_subset, parse_layers
 from weights.linears import QuantizedLinear, check_unpacked
 
 # Keys of config.json that a draft must share with its target.

@@ -45,12 +45,12 @@ from decoding.costs import Costs
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
+from drafts.base import ModelDraft
 from drafts.ngram import NgramDraft
 from drafts.suffix import SuffixDraft
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer
 from model import Transformer
-from speculative import ModelDraft
 
 DEMO = ROOT / "checkpoints" / "demo"
 SHAPE = {**BASE, **FAMILIES["llama-3"]}

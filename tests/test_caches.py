@@ -33,13 +33,14 @@ from decoding.options import EngineOptions
 from decoding.runner import clear_positions
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
+from drafts.base import ModelDraft
 from drafts.ngram import NgramDraft
+from drafts.target_layers import layer_subset
 from exact.attention import Heads, attends_alike, invariant_multiples
 from exact.probes import cancelling
 from loading.checkpoint import load_model
 from loading.config import config_from_hf
 from model import AttentionMask, Caches, KVCache, Transformer, attend, attention_mask
-from speculative import ModelDraft, layer_subset
 from weights.walker import pack_model
 
 CODED = [Int8Cache, Fp8Cache]

@@ -16,8 +16,8 @@ from torch import nn
 from cli.report import weight_bytes
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
+from drafts.target_layers import layer_subset
 from loading.checkpoint import load_model
-from speculative import layer_subset
 from weights import cpu
 from weights.cpu import PackedInt8, PackedWeights, from_digits, to_digits
 from weights.formats import dequantize_tensor, quantize_tensor

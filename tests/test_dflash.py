@@ -30,6 +30,7 @@ from test_speculative import rows_of, tiny
 
 from cli.flags import parse_args
 from cli.main import run as run_args
+from decoding.draft_length import DraftLength
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from drafts.dflash import DFlashDraft, DFlashModel
@@ -37,7 +38,6 @@ from drafts.registry import check_draft, load_drafter
 from loading.checkpoint import load_model
 from loading.draft_types import draft_type_of
 from model import Transformer
-from speculative import DraftLength
 
 BLOCK, MASK, HEADS, KV_HEADS, E = 6, V - 1, 4, 2, 24
 # ------------------------------------------------------------------------------------ folder, twin

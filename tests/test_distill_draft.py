@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from benchmarks import self_prompts
 from cli.main import main as decode
+from decoding.costs import Costs
 from decoding.sampling import Sampling
 from loading.checkpoint import load_config, load_model
 from loading.config import config_from_hf
@@ -38,7 +39,6 @@ from scripts.distill_draft import (
 )
 from scripts.draft_start import OWN_ROPES, draft_config, init_weights, project_embedding
 from scripts.draft_text import Windows, hide, hold_out, ids_of
-from speculative import Costs
 
 DEMO, CONTEXT = ROOT / "checkpoints" / "demo", 64
 STORIES = ROOT / "checkpoints" / "stories.txt"

@@ -19,6 +19,7 @@ from test_speculative import LONG_PROMPT, TAIL, joint_law, p_value, rows_of, seq
 from cli.flags import parse_args
 from cli.main import run as run_args
 from cli.quantize import main as quantize
+from decoding.costs import Costs
 from decoding.sampling import Sampling
 from drafts.dflash import DFlashDraft
 from loading.checkpoint import load_model
@@ -36,7 +37,6 @@ from scripts.distill_draft import (
 from scripts.distill_draft import parse_args as distill_args
 from scripts.draft_kinds import KINDS, DSpark, tokens_per_round
 from scripts.flags import DRAFT_KINDS
-from speculative import Costs
 
 T, DEPTH = 16, 4
 

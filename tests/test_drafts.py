@@ -29,6 +29,7 @@ from cli.main import run as run_args
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
+from drafts.base import ModelDraft
 from drafts.dflash import DFlash, DFlashDraft, DFlashModel
 from drafts.eagle import Eagle, EagleDraft, EagleModel, eagle_of
 from drafts.ngram import NgramDraft
@@ -41,7 +42,6 @@ from loading.config import config_from_hf
 from loading.draft_types import draft_type_of
 from loading.tokenizer import load_tokenizer
 from model import Config, Transformer
-from speculative import ModelDraft
 from tests.attacks.law import IgnoresIds, WrongPosition
 
 PROMPTS = [[5, 9, 17, 5, 9], [40, 3, 59, 12, 7, 60, 20, 12, 7], [8], [4, 4, 4, 4]]

@@ -30,12 +30,14 @@ from decoding.sampling import (
 )
 from decoding.scheduler import Request
 from decoding.state import NO_TOKEN, State
+from drafts.base import ModelDraft
 from drafts.ngram import NgramDraft
 from drafts.suffix import SuffixDraft
+from drafts.target_layers import layer_subset
 from exact.attention import KEY_BLOCK, round_up_length
 from loading.checkpoint import load_model
 from model import visible_keys
-from speculative import ModelDraft, layer_subset, verify_step
+from speculative import verify_step
 
 KINDS = [Sampling(0), Sampling(0.9), Sampling(0.7, top_k=20, top_p=0.9)]
 

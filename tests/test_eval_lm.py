@@ -26,13 +26,14 @@ from lm_eval.api.instance import Instance
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from decoding.sampling import Sampling
+from drafts.base import ModelDraft
 from drafts.ngram import NgramDraft
+from drafts.target_layers import layer_subset
 from loading.chat_templates import ChatTemplate
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer
 from scripts import eval_lm
 from scripts.eval_lm import QuickdraftLM
-from speculative import ModelDraft, layer_subset
 
 pytestmark = pytest.mark.attack
 DEMO = ROOT / "checkpoints" / "demo"

@@ -17,12 +17,13 @@ import tp
 from cli.report import weight_bytes
 from decoding.engine import Engine
 from decoding.sampling import Sampling
+from drafts.base import ModelDraft
 from drafts.ngram import NgramDraft
+from drafts.target_layers import layer_subset
 from loading.checkpoint import load_config, load_model
 from loading.config import config_from_hf
 from loading.saving import save_model
 from model import Config, Experts, FeedForward, SparseMoE, attend
-from speculative import ModelDraft, layer_subset
 from weights import experts as packed
 from weights.formats import FORMATS, Int8
 from weights.linears import QuantizedLinear

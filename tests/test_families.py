@@ -19,12 +19,13 @@ import loading.files as files
 import loading.models as models
 from decoding.engine import Engine
 from decoding.sampling import Sampling
+from drafts.base import ModelDraft
 from drafts.ngram import NgramDraft
+from drafts.target_layers import layer_subset
 from loading.checkpoint import Checkpoint, load_config, load_model
 from loading.config import config_from_hf
 from loading.saving import save_model
 from model import gelu
-from speculative import ModelDraft, layer_subset
 from tp import Ranks, check_divisible
 
 NEW = [

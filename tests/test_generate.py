@@ -12,11 +12,12 @@ from decoding.runner import padded_length
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
 from decoding.validation import PromptError
+from drafts.base import ModelDraft
 from drafts.ngram import NgramDraft
+from drafts.target_layers import layer_subset
 from generate import decode
 from loading.checkpoint import load_model
 from model import KVCache
-from speculative import ModelDraft, layer_subset
 from weights.formats import FORMATS
 from weights.walker import pack_model
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from conftest import BASE, FAMILIES, ROOT, changed_family, oracle
+from conftest import BASE, FAMILIES, ROOT, changed_family, generate, oracle
 
 import loading.checkpoint as checkpoint
 import loading.gguf as ours
@@ -28,7 +28,7 @@ from cli.main import main
 from cli.quantize import main as quantize
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
-from generate import LLM, generate
+from generate import LLM
 from loading.checkpoint import load_config, load_model
 from loading.saving import save_model
 from loading.tokenizer import copy_files, load_tokenizer

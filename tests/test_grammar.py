@@ -19,12 +19,12 @@ import decoding.readback as timing
 from decoding.engine import Engine
 from decoding.grammar import Grammar, JsonGrammars
 from decoding.sampling import Sampling
+from drafts.base import ModelDraft
 from drafts.ngram import NgramDraft
 from loading import load_drafter, load_model, load_tokenizer
 from scripts import message_form
 from scripts.check_schemas import check
 from scripts.message_form import CheckedGrammars
-from speculative import ModelDraft
 
 pytestmark = pytest.mark.attack
 DEMO = ROOT / "checkpoints" / "demo"

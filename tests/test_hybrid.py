@@ -27,17 +27,18 @@ import decoding.readback as clock
 from cli.flags import parse_args
 from cli.main import run as run_args
 from decoding.costs import Costs, expected_tokens
+from decoding.draft_length import MIN_GAIN, DraftLength
 from decoding.engine import Engine
 from decoding.memory import DraftPlan
 from decoding.runner import ModelRunner, padded_length
 from decoding.sampling import Sampling
 from decoding.scheduler import Request, Slot
 from decoding.statistics import Timing
+from drafts.base import ModelDraft
 from drafts.hybrid import OPTIMISM, HybridDraft
 from drafts.registry import check_draft, load_drafter
 from drafts.suffix import END
 from loading.options import DraftOptions, split_spec
-from speculative import MIN_GAIN, DraftLength, ModelDraft
 
 KS = (1, 2, 3, 5, 8)
 

@@ -17,13 +17,14 @@ from cli.main import main
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.stop_strings import StopStrings
+from drafts.base import ModelDraft
 from drafts.ngram import NgramDraft
+from drafts.target_layers import layer_subset
 from loading.checkpoint import load_model
 from loading.config import config_from_hf
 from loading.models import random_model
 from loading.saving import save_model
 from loading.tokenizer import load_tokenizer
-from speculative import ModelDraft, layer_subset
 from tests.attacks import fuzz
 from weights.walker import quantized_copy
 

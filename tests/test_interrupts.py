@@ -21,12 +21,14 @@ from conftest import ROOT, generate
 from steps import token_records
 
 from cli.errors import defer_interrupts
+from decoding.costs import Costs
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
+from drafts.base import ModelDraft
 from drafts.ngram import NgramDraft
+from drafts.target_layers import layer_subset
 from loading.checkpoint import load_model
-from speculative import Costs, ModelDraft, layer_subset
 
 FILES = {
     str(file)

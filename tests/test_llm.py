@@ -524,7 +524,7 @@ class FakeHub:
 
 
 def test_a_draft_may_be_an_object(llm):
-    """A speculative.Drafter, or any object with `propose` and `advance`."""
+    """A drafts.base.Drafter, or any object with `propose` and `advance`."""
 
     class Parrot:
         def propose(self, state):

@@ -7,14 +7,16 @@ import torch
 from test_speculative import joint_law, p_value, tiny
 
 import decoding.memory
+from decoding.costs import Costs
 from decoding.engine import Engine
 from decoding.memory import Memories
 from decoding.sampling import Sampling
 from decoding.scheduler import Request
+from drafts.base import Drafter, ModelDraft
 from drafts.hybrid import HybridDraft
 from drafts.ngram import NgramDraft
 from drafts.suffix import END, SuffixDraft, Text
-from speculative import Costs, Drafter, ModelDraft, layer_subset
+from drafts.target_layers import layer_subset
 
 PROMPT = [1, 2, 3, 1, 2, 0, 3, 1, 2]
 SAMPLED = Sampling(1)

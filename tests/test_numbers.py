@@ -18,13 +18,15 @@ from torch import Tensor
 
 from decoding.engine import Engine
 from decoding.sampling import GREEDY, INVALID, Sampling, draw
+from drafts.base import Drafter, ModelDraft
 from drafts.ngram import NgramDraft
 from drafts.suffix import SuffixDraft
+from drafts.target_layers import layer_subset
 from loading.config import config_from_hf
 from loading.models import random_model
 from loading.weight_names import pieces
 from model import RMSNorm, Rope, Transformer, apply_rope, attend
-from speculative import Drafter, ModelDraft, accept, acceptance, layer_subset, residual
+from speculative import accept, acceptance, residual
 
 HALVES = [torch.float16, torch.bfloat16]
 SAMPLINGS = [

@@ -36,12 +36,12 @@ from decoding.sampling import Sampling
 from decoding.scheduler import MIN_REUSED, common_prefix
 from decoding.statistics import Timing
 from decoding.stored_positions import find_longest_prefix
+from drafts.base import ModelDraft
 from drafts.ngram import NgramDraft
 from generate import LLM
 from loading.checkpoint import Checkpoint, load_model
 from model import Block, KVCache
 from scripts.serve_flags import parse_args as server_flags
-from speculative import ModelDraft
 
 COMMON = torch.randint(3, 60, (40,), generator=torch.Generator().manual_seed(2)).tolist()
 PROMPTS = [[*COMMON, 7], [*COMMON, 9, 8, 5, 21, 33, 4, 17, 50, 3, 11], [*COMMON, 9, 8, 6]]

@@ -30,6 +30,7 @@ from cli.options import QuantizeOptions
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
+from drafts.base import ModelDraft
 from loading.checkpoint import load_config, load_model
 from loading.files import stored_type
 from loading.models import random_model
@@ -40,7 +41,6 @@ from loading.tokenizer import load_tokenizer
 from quantize import gptq, search_range
 from scripts import perplexity
 from scripts.perplexity import measure, windows
-from speculative import ModelDraft
 from weights import cpu, formats, linears
 from weights.formats import (
     FORMATS,

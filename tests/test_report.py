@@ -25,12 +25,12 @@ from cli.report import (
 )
 from cli.report import summary as lines_of
 from decoding.costs import Costs, expected_tokens
+from decoding.draft_length import DraftLength
 from decoding.sampling import Sampling
 from decoding.scheduler import Request
 from decoding.statistics import StepRecord, Timing, TokenRecord
 from drafts.pard import PardDraft
 from model import KVCache
-from speculative import DraftLength
 
 COSTS = Costs(0.1, {3: 0.06}, {3: 0.12})  # c = 0.2, v = 1.2
 FIRST = TokenRecord(0, 0, -1, 0.0, first=True)

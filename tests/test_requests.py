@@ -25,11 +25,12 @@ from decoding.engine import Engine
 from decoding.logits import penalize, top_logprobs
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
+from drafts.base import ModelDraft
 from drafts.ngram import NgramDraft
+from drafts.target_layers import layer_subset
 from loading.chat_templates import ChatTemplate
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer
-from speculative import ModelDraft, layer_subset
 
 
 def run(capsys, *arguments) -> list[dict]:

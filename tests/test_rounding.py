@@ -24,10 +24,13 @@ from torch import Tensor
 import decoding.engine as engines
 import decoding.runner as runner
 from decoding.costs import Costs
+from decoding.draft_length import DraftLength
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
+from drafts.base import Drafter, ModelDraft
 from drafts.ngram import NgramDraft
+from drafts.target_layers import layer_subset
 from exact import products
 from exact.attention import invariant_multiples, round_up_length
 from exact.probes import cancelling
@@ -35,7 +38,6 @@ from exact.products import RowSplit, invariant_row_counts
 from loading.checkpoint import load_model
 from loading.models import random_model
 from model import Config, FeedForward
-from speculative import Drafter, DraftLength, ModelDraft, layer_subset
 from tests.attacks import drift
 from weights import cpu, linears
 from weights.cpu import prepack_weight

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 import decoding.sampling as program
 import decoding.settings as limits
 from decoding.sampling import FILTERS, INVALID, PENALTIES, Sampling, draw, uniform
+from drafts.base import ModelDraft
+from drafts.target_layers import layer_subset
 from loading.config import config_from_hf
 from loading.models import random_model
-from speculative import ModelDraft, layer_subset
 
 Z = 4.75  # standard normal quantile of 1 - 1e-6
 

@@ -21,13 +21,14 @@ import decoding.state
 from decoding.engine import Engine
 from decoding.kv_8bit import Int8Cache
 from decoding.sampling import Sampling
+from drafts.base import ModelDraft
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft
 from drafts.registry import load_drafter
 from drafts.suffix import SuffixDraft
+from drafts.target_layers import layer_subset
 from loading.checkpoint import load_model
 from model import KVCache
-from speculative import ModelDraft, layer_subset
 from weights.walker import pack_model
 
 SAMPLINGS = (

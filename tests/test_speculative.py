@@ -22,6 +22,7 @@ import decoding.state
 import speculative
 from cli.report import RowStatistics
 from decoding.costs import Costs, costs_at, expected_tokens
+from decoding.draft_length import DraftLength
 from decoding.engine import Engine
 from decoding.runner import ModelRunner
 from decoding.sampling import (
@@ -38,21 +39,13 @@ from decoding.scheduler import Request
 from decoding.state import State
 from decoding.statistics import Timing
 from drafts import ngram
+from drafts.base import Drafter, ModelDraft
 from drafts.ngram import NgramDraft
 from drafts.suffix import SuffixDraft
+from drafts.target_layers import layer_subset, parse_layers
 from loading.models import random_model
 from model import Config, Transformer
-from speculative import (
-    Drafter,
-    DraftLength,
-    ModelDraft,
-    accept,
-    acceptance,
-    block_acceptance,
-    layer_subset,
-    parse_layers,
-    residual,
-)
+from speculative import accept, acceptance, block_acceptance, residual
 
 SAMPLINGS = [
     Sampling(0),
@@ -583,7 +576,7 @@ def test_a_broken_law_is_caught(broken, monkeypatch):
     elif broken == "drops the unlikely":
         drafter = DropsTheUnlikely(tiny(7, n_layers=1))
     else:  # the decision to accept and the draft's draw must be independent
-        monkeypatch.setattr(speculative, "ACCEPT", speculative.DRAFT_DRAW)
+        monkeypatch.setattr(speculative, "ACCEPT", DRAFT_DRAW)
     counts = sequences(model, drafter, sampling, 3, **options)
     assert p_value(counts, joint_law(model, LONG_PROMPT, TAIL, sampling)) < 1e-12
 

@@ -13,10 +13,10 @@ from test_program import Terminal, run
 from cli.flags import parse_args
 from cli.main import main
 from cli.main import run as run_args
+from drafts.target_layers import layer_subset
 from loading.checkpoint import load_model
 from loading.saving import save_model
 from loading.tokenizer import load_tokenizer
-from speculative import layer_subset
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,12 @@ import decoding.readback as clock
 import drafts.suffix as suffix
 from cli.flags import parse_args
 from cli.main import run as run_args
+from decoding.costs import Costs
+from decoding.draft_length import DraftLength
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
 from drafts.suffix import END, DraftToken, SuffixDraft, Text
-from speculative import Costs, DraftLength
 
 
 def text_of(ids: list[int]) -> Text:

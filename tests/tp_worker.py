@@ -16,10 +16,11 @@ from decoding.engine import Engine
 from decoding.kv_8bit import CACHE_TYPES
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
+from drafts.base import ModelDraft
 from drafts.ngram import NgramDraft
 from drafts.suffix import SuffixDraft
+from drafts.target_layers import layer_subset
 from loading.checkpoint import load_model
-from speculative import ModelDraft, layer_subset
 from tp import ALONE, Ranks, join, leave
 from weights.formats import FORMATS, Format, Int8, pack_bits, unpack_bits
 from weights.walker import pack_model, quantized_copy

@@ -61,6 +61,7 @@ from decoding.kv_8bit import CACHE_TYPES
 from decoding.options import CACHE_NAMES
 from decoding.sampling import GREEDY, Sampling
 from decoding.scheduler import Request, common_prefix
+from drafts.base import Drafter
 from drafts.dflash import DFlash, DFlashDraft, DFlashModel
 from drafts.eagle import Eagle, EagleDraft, EagleModel
 from drafts.registry import load_drafter
@@ -71,7 +72,6 @@ from loading.tokenizer import load_tokenizer
 from model import Transformer
 from scripts.draft_kinds import default_layer_ids
 from scripts.draft_start import init_weights
-from speculative import Drafter
 from weights.formats import SCHEMES
 from weights.walker import pack_model
 

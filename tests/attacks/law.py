@@ -84,23 +84,26 @@ import speculative
 from benchmarks.record import record
 from cli.errors import exit_on_error
 from cli.flags import Parser, positive
+from decoding.costs import Costs
 from decoding.engine import Engine
 from decoding.sampling import DRAFT_DRAW, FILTERED, PLAIN, Sampling
 from decoding.scheduler import Request
 from decoding.state import State
 from decoding.statistics import Timing, TokenRecord
+from drafts.base import Drafter, ModelDraft
 from drafts.dflash import DFlash, DFlashDraft, DFlashModel
 from drafts.eagle import Eagle, EagleDraft, EagleModel
 from drafts.hybrid import HybridDraft
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft, pard_token
 from drafts.suffix import SuffixDraft
+from drafts.target_layers import layer_subset
 from drafts.vocabulary import translate
 from loading.checkpoint import load_model
 from loading.files import read_json
 from loading.models import random_model
 from model import Config, Transformer
-from speculative import Costs, Drafter, ModelDraft, accept, layer_subset
+from speculative import accept
 from weights.walker import pack_model, quantized_copy
 
 ROOT = Path(__file__).parents[2]
@@ -367,7 +370,7 @@ def decode(
         verification=case.verification,
     )
     if case.k == "auto":  # costs that make every K pay at times, and the same ones in every run
-        ks = speculative.Drafter.auto_k
+        ks = Drafter.auto_k
         engine.costs = Costs(1.0, {k: 0.15 * k for k in ks}, {k: 1 + 0.1 * k for k in ks})
     if case.slots:
         requests = come_and_go(engine, case.sampling, n_tokens, seed)

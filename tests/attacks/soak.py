@@ -53,11 +53,11 @@ from decoding.costs import Costs
 from decoding.engine import Engine
 from decoding.runner import padded_length
 from decoding.sampling import FILTERED, GREEDY, PLAIN, Sampling
+from drafts.base import Drafter
 from drafts.registry import draft_loader
 from generate import LLM
 from loading.target import load_target, pick_device
 from loading.tokenizer import Tokenizer
-from speculative import Drafter
 from weights.walker import pack_model
 
 ROOT = Path(__file__).parents[2]

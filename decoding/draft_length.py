@@ -1,0 +1,91 @@
+"""How many tokens the next round drafts: a fixed number, or with "auto" what earlier rounds and
+calibrated costs make the fastest (decoding/costs.py has the formulas).
+"""
+
+import math
+from collections.abc import Sequence
+
+from decoding.costs import Costs
+
+DECAY = 1 - 1 / 64  # of the running acceptance, per drafted position
+MIN_GAIN = 1.03  # expected of a round: costs are measured to a few percent, and plain steps have 1
+PROBE_ROUNDS = 4
+PROBE_AFTER = 64  # plain steps before drafting is tried again; doubles while it does not pay
+
+
+class DraftLength:
+    """K of the next round, from earlier rounds. K must not depend on this round's tokens."""
+
+    def __init__(self, k: int | str, costs: Costs | None = None):
+        if k == "auto" and costs is None:
+            raise ValueError(
+                "speculate_k = 'auto' needs calibrated costs: call engine.calibrate first",
+            )
+        self.k = k
+        self.costs = costs
+        # overlap / weight is the mean acceptance. It starts at 0.8, with the weight of four
+        # positions.
+        self.overlap = 0.8 * 4
+        self.weight = 4.0
+        self.draft_share = 1.0  # the share of rows with a draft
+        self.patience = PROBE_AFTER
+        # Plain steps; below 0 while drafting is tried, as it is at first.
+        self.num_steps_to_probe = 0
+
+    @property
+    def fixed(self) -> int | None:  # K, unless it is "auto"
+        return None if self.k == "auto" else self.k
+
+    @property
+    def alpha(self) -> float:  # the mean acceptance
+        return self.overlap / self.weight
+
+    def observe(self, overlap: float) -> None:
+        """`overlap`: sum of min(p, q) at one drafted position that was reached."""
+        if math.isfinite(overlap):  # a draft's NaN would stay in the mean for good
+            self.overlap = self.overlap * DECAY + overlap
+            self.weight = self.weight * DECAY + 1
+
+    def drafted(self, num_drafted: int, num_rows: int) -> None:
+        """A round had a draft for some of its rows."""
+        share = num_drafted / num_rows
+        self.draft_share += (share - self.draft_share) / 16
+
+    def choose(self, expected: Sequence[list[float] | None] = (None,)) -> int:
+        """`expected`: of each row, as Drafter.expect has it."""
+        if self.fixed is not None:
+            return self.fixed
+        if None not in expected:
+            return self.best_for(expected)[0]
+        k, gain = self.best()
+        if gain >= MIN_GAIN * self.costs.speedup(0, 0.0):
+            self.patience = PROBE_AFTER
+            self.num_steps_to_probe = PROBE_AFTER
+            return k
+        self.num_steps_to_probe -= 1
+        if self.num_steps_to_probe >= 0:
+            return 0
+        if self.num_steps_to_probe == -PROBE_ROUNDS:
+            self.patience *= 2
+            self.num_steps_to_probe = self.patience
+        return min(self.costs.verify_s)
+
+    def best(self, optimism: float = 0.0) -> tuple[int, float]:
+        """K with the largest expected speed-up by the acceptance so far, and that speed-up.
+        `optimism`: a number of accepted tokens to add to those that were observed."""
+        alpha = (self.overlap + optimism) / (self.weight + optimism)
+        return self.costs.best(alpha, self.draft_share)
+
+    def best_for(
+        self, expected: Sequence[list[float]], runs_model: bool = True
+    ) -> tuple[int, float]:
+        """K with the largest gain by what is expected of each row, and that gain. A round has to
+        gain more than a plain step."""
+        gains = []
+        for k in (0, *self.costs.verify_s):
+            num_drafted = sum(sum(row[:k]) for row in expected)
+            cost = self.costs.round(k, runs_model) * (MIN_GAIN if k else 1.0)
+            gain = (1 + num_drafted / len(expected)) / cost
+            gains.append((gain, k))
+        gain, k = max(gains)
+        return k, gain
