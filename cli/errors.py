@@ -70,7 +70,7 @@ def check_torch() -> None:
     if [int(part) for part in torch.__version__.split(".")[:2]] < OLDEST_TORCH:
         raise ValueError(
             f"torch {torch.__version__} is too old: quickdraft needs 2.11 or later, and is"
-            " tested up to 2.14"
+            " tested up to 2.15"
         )
 
 
