@@ -116,11 +116,13 @@ def measure_decode(args) -> list[dict]:
     return rows
 
 
-def both_modes(hf: dict, format: str) -> dict[str, Worker]:
-    """{FORMAT: eager, FORMAT.compiled: compiled} workers."""
+def both_modes(hf: dict, format: str, eager_prompts: bool = True) -> dict[str, Worker]:
+    """{FORMAT: eager, FORMAT.compiled: compiled} workers. Prompts, which most measurements leave
+    out, take the longest to compile."""
+    spec = {"hf": hf, "format": format, "eager_prompts": eager_prompts}
     return {
-        f"{format}{'.compiled' * c}": quickdraft(hf=hf, format=format, compile=c)
-        for c in (False, True)
+        f"{format}{'.compiled' * compile}": quickdraft(compile=compile, **spec)
+        for compile in (False, True)
     }
 
 
@@ -265,7 +267,7 @@ def measure_prefill(args) -> list[dict]:
 
 def compare_prefill(args, format: str, lengths: Sequence[int]) -> list[dict]:
     """Rates of prompts; the ratios of the longest one to every peer and to itself in float32."""
-    modes = chosen(both_modes(TINYLLAMA, format), args.only, format)
+    modes = chosen(both_modes(TINYLLAMA, format, eager_prompts=False), args.only, format)
     peer_workers = chosen(peers(args, "prefill", format), args.only, format)
     prefix = "1b." if format == "bf16" else f"1b.{format}."
     float32 = {"float32": quickdraft(hf=TINYLLAMA, format=format, dtype="float32")}
