@@ -1,0 +1,226 @@
+"""decoding/memory.py: who learns from whom. After any history a request whose seed was used before
+gets what a new engine gives it, and one whose seed is new what it got before there was a rule.
+The last test has the law of a repeated seed."""
+
+import pytest
+import torch
+from test_speculative import joint_law, p_value, tiny
+
+import decoding.memory
+from decoding.costs import Costs
+from decoding.engine import Engine
+from decoding.memory import Memories
+from decoding.sampling import Sampling
+from decoding.scheduler import Request
+from drafts.base import Drafter, ModelDraft
+from drafts.hybrid import HybridDraft
+from drafts.ngram import NgramDraft
+from drafts.suffix import END, SuffixDraft, Text
+from drafts.target_layers import layer_subset
+
+PROMPT = [1, 2, 3, 1, 2, 0, 3, 1, 2]
+SAMPLED = Sampling(1)
+KS = (1, 2, 3, 5, 8)
+# A round of a draft pays above an acceptance of about a half, so that `auto` leaves and comes back.
+COSTS = Costs(1.0, {0: 0.0} | {k: 0.1 * k for k in KS}, {k: 1.3 + 0.1 * k for k in KS})
+DRAFTERS = {
+    "model": lambda model: ModelDraft(tiny(7, n_layers=1, max_seq_length=96)),
+    "layers": lambda model: ModelDraft(layer_subset(model, [0]), on_layers=[0]),
+    "ngram": lambda model: NgramDraft(1),
+    "suffix": lambda model: SuffixDraft(),
+    "hybrid": lambda model: HybridDraft(ModelDraft(tiny(7, n_layers=1, max_seq_length=96))),
+}
+
+
+class SharedByAll(Memories):
+    """The rule before: every request learns from all."""
+
+    def assign(self, request, others):
+        request.memory = self.shared
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny(3, max_seq_length=96)
+
+
+def engine_of(model, kind: str, k: int | str, batch_size: int = 1, rule=Memories) -> Engine:
+    drafter = DRAFTERS[kind](model)
+    engine = Engine(model, batch_size, 90, drafter=drafter, speculate_k=k)
+    engine.costs = COSTS
+    engine.memories = drafter.memories = rule(drafter.new_figures)
+    return engine
+
+
+def add(engine: Engine, prompt: list[int], seed: int, sampling: Sampling = SAMPLED, n: int = 12):
+    id = engine.add_request(prompt, sampling=sampling, max_new_tokens=n, seed=seed)
+    return engine.requests[id]
+
+
+def ask(engine: Engine, *args, **options) -> tuple[list[int], list]:
+    """An answer, and how its rounds went."""
+    request = add(engine, *args, **options)
+    while engine.has_unfinished():
+        engine.step()
+    return request.tokens, request.token_records
+
+
+def quoted(engine: Engine) -> None:
+    """Seed 5 answers, and other requests quote the answer."""
+    answer, _ = ask(engine, PROMPT, 5)
+    ask(engine, PROMPT + answer, 6)
+    ask(engine, PROMPT + answer, 7, Sampling(0))
+
+
+@pytest.mark.parametrize(
+    "kind, k, rule, is_new",
+    [
+        *((kind, "auto", Memories, True) for kind in DRAFTERS),
+        ("suffix", 3, Memories, True),
+        ("hybrid", 3, Memories, True),
+        ("model", "auto", SharedByAll, False),
+        ("suffix", 3, SharedByAll, False),
+        ("hybrid", "auto", SharedByAll, False),
+    ],
+)
+def test_a_seed_that_was_used_begins_as_in_a_new_engine(model, kind, k, rule, is_new):
+    """The same tokens by the same rounds, whatever was answered and quoted before. The second
+    answers of two new engines are compared, because a seed's first shares its memory."""
+    engine = engine_of(model, kind, k, rule=rule)
+    quoted(engine)
+    new = engine_of(model, kind, k, rule=rule)
+    add(new, PROMPT, 5, n=1)
+    new.abort(new.next_id - 1)
+    assert (ask(engine, PROMPT, 5) == ask(new, PROMPT, 5)) == is_new
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("k", ["auto", 3])
+def test_a_seed_that_is_new_shares_as_before(model, kind, k):
+    """With other seeds, and greedy, all requests go as if there were no rule."""
+    texts = []
+    for rule in (Memories, SharedByAll):
+        engine = engine_of(model, kind, k, 3, rule)
+        rows = [
+            add(engine, PROMPT[: 3 + seed], seed, Sampling(0) if seed == 4 else SAMPLED, 20)
+            for seed in range(6)
+        ]
+        while engine.has_unfinished():
+            engine.step()
+        texts.append([(row.tokens, row.token_records) for row in rows])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("rule, are_alone", [(Memories, True), (SharedByAll, False)])
+@pytest.mark.parametrize("kind", ["model", "suffix", "hybrid"])
+def test_rows_of_one_seed_choose_their_lengths_alone(model, kind, rule, are_alone):
+    """Rows of a file share a seed. Each gets the text and the rounds that it gets alone, whatever
+    the rows next to it do: one K of a batch would tell each row of the others' numbers."""
+    prompts = [PROMPT[:n] for n in (3, 5, 9)]
+
+    def rounds(rows: list[list[int]]) -> dict:
+        engine = engine_of(model, kind, "auto", 3, rule)
+        add(engine, PROMPT, 5, n=1)
+        engine.abort(0)
+        requests = {tuple(prompt): add(engine, prompt, 5, n=30) for prompt in rows}
+        while engine.has_unfinished():
+            engine.step()
+        return {
+            prompt: (request.tokens, [(record.index, record.k) for record in request.token_records])
+            for prompt, request in requests.items()
+        }
+
+    alone = rounds(prompts[:1]) | rounds(prompts[1:2]) | rounds(prompts[2:])
+    assert (rounds(prompts) == alone) == are_alone
+
+
+def test_who_shares(monkeypatch):
+    memories = Memories(dict)
+    running = []
+
+    def assigned(seed: int, temperature: float = 1.0) -> Request:
+        request = Request(len(running), [1], Sampling(temperature), 9, seed=seed)
+        memories.assign(request, running)
+        running.append(request)
+        return request
+
+    first = assigned(1)
+    assert first.memory is memories.shared
+    assert assigned(2).memory is memories.shared
+    assert assigned(1, 0.0).memory is memories.shared, "greedy text needs no numbers"
+    second = assigned(1)
+    assert first.memory is not memories.shared, "it leaves when a second one comes"
+    assert len({first.memory, second.memory, assigned(1).memory, memories.shared}) == 4
+    running.clear()
+    assert not assigned(1).memory.is_shared, "a seed stays used"
+    monkeypatch.setattr(decoding.memory, "MAX_SEEDS", len(memories.seeds))
+    assert assigned(3).memory is assigned(4).memory is memories.shared
+    assert len(memories.seeds) == 2 and assigned(1).memory is memories.shared
+
+
+def test_a_draft_ends_at_its_rows_limit(model):
+    """Rows of one round that may draft 0, 1 and 3 tokens."""
+    engine = engine_of(model, "layers", 3, 3)
+    rows = [add(engine, PROMPT, seed, n=30) for seed in range(3)]
+    while len(engine.scheduler.decoding()) < 3:
+        engine.step()
+    limits = dict(zip(rows, (0, 1, 3)))
+    plan = engine.drafter.choose_k
+    engine.drafter.choose_k = lambda requests, *args: limits[requests[0]]
+    for row in rows:
+        row.memory = decoding.memory.Memory(None, is_shared=False)
+    engine.step()
+    engine.drafter.choose_k = plan
+    assert [row.token_records[-1].k for row in rows] == [0, 1, 3]
+    drafted = engine.state.overlap >= 0
+    assert drafted.sum(dim=1).tolist() == [0, 1, 3] and torch.is_tensor(drafted)
+
+
+def test_an_engine_made_later_knows_the_seeds_of_its_drafter(model):
+    drafter: Drafter = SuffixDraft()
+    for is_shared in (True, False):
+        engine = Engine(model, 1, 40, drafter=drafter, speculate_k=2)
+        request = add(engine, PROMPT, 5)
+        assert request.memory.is_shared == is_shared
+        while engine.has_unfinished():
+            engine.step()
+
+
+class SeedsOfTokens(SuffixDraft):
+    """The rule before: the pool hides only tokens under the seed of the request that brought them,
+    the end of its prompt included."""
+
+    answers = ()
+
+    def remember(self, request):
+        del self.texts[request]
+        ids = [*request.prompt[-self.depth :], *request.tokens, END]
+        self.answers = [*self.answers, (request.noise_seed, ids)]
+
+    def best_continuation(self, text, request):
+        self.pool = [Text()]
+        for seed, ids in self.answers:
+            if seed != request.noise_seed:
+                self.pool[0].extend(ids)
+        return super().best_continuation(text, request)
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("rule", [Memories, SharedByAll])
+def test_a_quoted_answer_keeps_the_law_of_its_seed(rule):
+    """A seed answers, another one's prompt quotes the answer, and the first answers again: over 800
+    seeds the last answer has the exact joint law (p > 1e-6, the probability of a false alarm), and
+    by the rule before it has not (p < 1e-12)."""
+    model, prompt, n = tiny(3), [1, 2, 3, 1, 2], 4
+    drafter = SuffixDraft() if rule is Memories else SeedsOfTokens()
+    engine = Engine(model, 1, 30, drafter=drafter, speculate_k=3)
+    counts = torch.zeros(4**n)
+    for seed in range(800):
+        engine.memories = drafter.memories = rule(drafter.new_figures)
+        drafter.pool, drafter.answers = [Text(), Text()], ()
+        answer, _ = ask(engine, prompt, seed, n=n)
+        ask(engine, prompt + answer, 10**6 + seed, n=2)
+        tokens, _ = ask(engine, prompt, seed, n=n)
+        counts[sum(id * 4**i for i, id in enumerate(reversed(tokens)))] += 1
+    p = p_value(counts, joint_law(model, prompt, n, SAMPLED))
+    assert p > 1e-6 if rule is Memories else p < 1e-12
