@@ -363,14 +363,12 @@ class LLM:
 
     def run(
         self,
-        answers: Iterable[Answer | None],
+        answers: Iterable[Answer],
         interrupts: Collection = (),
     ) -> Iterator[Answer]:
         """Decode answers, as many at a time as the engine has slots, and yield each as it ends; if
-        one fails, its request has an `error`. A None from `answers` means that the next answer is
-        not there yet, and the running ones go on; while none runs, `answers` has to wait. As soon
-        as `interrupts` is not empty, all of these answers that run end. Other streams go on beside
-        them, and outlive an error here."""
+        one fails, its request has an `error`. As soon as `interrupts` is not empty, all of these
+        answers that run end. Other streams go on beside them, and outlive an error here."""
         answers = iter(answers)
         started = []
         try:
@@ -378,7 +376,7 @@ class LLM:
                 answer = None
                 while len(self.engine.requests) < self.engine.batch_size:
                     answer = next(answers, END)
-                    if answer is None or answer is END:
+                    if answer is END:
                         break
                     started.append(answer)
                     self.start(answer)

@@ -136,7 +136,7 @@ def parser() -> argparse.ArgumentParser:
     )
     jsonl = (
         'one prompt a line, or JSONL objects with "prompt" or "messages", "id", "seed" …; - for'
-        " stdin, where a pipe is answered line by line (under torchrun: once it has ended)"
+        " stdin"
     )
     source.add_argument("-f", "--prompt_file", metavar="FILE", help=jsonl)
     source.add_argument(
@@ -177,7 +177,7 @@ def parser() -> argparse.ArgumentParser:
         type=positive,
         metavar="N",
         help="rows decoded together; default: all samples of"
-        " --prompt; of a file, up to 32 that fit in memory; of a pipe, up to 8",
+        " --prompt; of a file, up to 32 that fit in memory",
     )
     add(
         "--num_samples",
@@ -211,7 +211,7 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="positions for prompt and new tokens; default: as many"
-        " as they need; of a chat, an open pipe or scripts.serve, the context, at most 4096",
+        " as they need; of a chat or scripts.serve, the context, at most 4096",
     )
     stop_help = (
         "end before any of these strings, or at a special token that one names; empty ones"
@@ -302,7 +302,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--output",
         metavar="FILE",
-        help="append --json's lines to this file; prompts that it already answers are skipped",
+        help="append --json's lines to this file",
     )
     add(
         "--ordered",

@@ -23,11 +23,10 @@ from cli.exits import print_broken
 from cli.flags import parse_args, with_chosen_seed
 from cli.opening import Workload, open_llm
 from cli.options import Options
-from cli.output import Output, ResultFile
+from cli.output import Output, open_output
 from cli.page import write_report
-from cli.pipe import is_open_pipe, piped_answers
 from cli.prompt_cache import PromptCache
-from cli.prompts import Encoder, read_prompts
+from cli.prompts import read_prompts
 from cli.report import report
 from loading.files import write_atomically
 from loading.target import pick_device
@@ -80,32 +79,24 @@ class Job:
     def __init__(self, options: Options, device: torch.device, everyone: Ranks):
         self.options = options
         self.is_root = everyone.rank == 0
-        self.piped = is_open_pipe(options.prompts.file)
         prompts = []
         self.broken = []
         file = None
         if self.is_root:
-            file = ResultFile(options.output.file) if options.output.file else None
-            if not options.prompts.interactive and not self.piped:
+            file = open_output(options.output.file)
+            if not options.prompts.interactive:
                 prompts, self.broken = read_prompts(options.prompts)
         prompts, self.broken = everyone.broadcast_object((prompts, self.broken))
-        self.answered = everyone.broadcast_object(file.answered if file else {})
         print_broken(self.broken, prompts)
         self.cache = PromptCache(options)
-        workload = Workload(prompts, None, self.piped, self.answered)
+        workload = Workload(prompts)
         self.llm, self.rows, self.refused = open_llm(options, workload, device, everyone)
         self.prefixes = [row.ids for row in self.rows]  # of the prompts, for the cache's file
-        self.output = Output(self.llm, self.rows, options, file, self.piped)
+        self.output = Output(self.llm, self.rows, options, file)
 
-    def answers(self) -> Iterator[RowAnswer | None]:
-        """New answers for the rows, or for the lines of a pipe as they come."""
-        output = self.output
-        if self.piped:
-            engine = self.llm.engine
-            limit = engine.max_seq_length
-            encoder = Encoder(self.options, self.llm.tokenizer, engine.model, limit)
-            return piped_answers(encoder, output, self.answered, self.prefixes)
-        return (output.answer(row, number) for number, row in enumerate(self.rows))
+    def answers(self) -> Iterator[RowAnswer]:
+        """New answers for the rows."""
+        return (self.output.answer(row, number) for number, row in enumerate(self.rows))
 
     def report(self) -> None:
         output = self.output

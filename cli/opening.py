@@ -1,11 +1,10 @@
 """Options and prompts -> an LLM that is ready to decode them, and the rows.
 
-Workload          what is to be decoded: prompts of a file, an open pipe, or a server's slots
+Workload          what is to be decoded: prompts of a file, or a server's slots
 open_llm        checks memory, loads, encodes, makes an engine of the right size and warms it up
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -15,7 +14,6 @@ from cli.errors import free_memory
 from cli.exits import print_broken, print_status
 from cli.memory import check_memory
 from cli.options import Options
-from cli.output import unanswered
 from cli.prompts import Encoder, Prompt, Row
 from cli.report import cached_bytes
 from cli.running import warm_up
@@ -36,29 +34,19 @@ COMPILED_PROMPTS = 8192
 # An engine's positions are a multiple: prompts of many lengths load the same compiled step.
 COMPILED_LENGTHS = 512
 MAX_ROWS = 32  # decoded at a time, of a file, without --batch_size
-MAX_PIPED_ROWS = 8
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What an engine is opened for. `num_slots` is set by a server, whose prompts come later;
-    `piped`: the prompts come through a pipe, later too. `answered`: the rows that --output's file
-    already has."""
+    """What an engine is opened for. `num_slots` is set by a server, whose prompts come later."""
 
     prompts: list[Prompt] = field(default_factory=list)
     num_slots: int | None = None
-    piped: bool = False
-    answered: Mapping = field(default_factory=dict)
-
-    @property
-    def max_rows(self) -> int:
-        """Rows that are decoded at a time without --batch_size, at most."""
-        return MAX_PIPED_ROWS if self.piped else MAX_ROWS
 
 
 class Opened(NamedTuple):
     llm: LLM
-    rows: list[Row]  # samples without an answer
+    rows: list[Row]
     refused: list[str]  # an error for each line that does not fit
 
 
@@ -76,12 +64,8 @@ def open_llm(
         options.model, options.draft, device, ranks, progress=True
     )
     encoder = Encoder(options, tokenizer, model, limit)
-    samples, refused = ranks.broadcast_object(encoder.encode_all(workload.prompts))
-    print_broken(refused, samples)
-    rows = unanswered(samples, workload.answered)
-    if len(rows) < len(samples):
-        num_skipped = len(samples) - len(rows)
-        print_status(f"{options.output.file} answers {num_skipped} rows already: skipped")
+    rows, refused = ranks.broadcast_object(encoder.encode_all(workload.prompts))
+    print_broken(refused, rows)
 
     length = limit
     if options.run.max_seq_length is None:
@@ -98,7 +82,7 @@ def open_llm(
     engine = Engine(model, num_slots, length, engine_options, drafter)
     if rows:
         warm_up(engine, rows[0].sampling, sampling_paths(rows))
-    elif not samples:  # prompts come later; else all are answered
+    else:  # prompts come later
         warm_up_for_later(engine, Sampling(**options.requests.sampling))
     stop_ids = frozenset() if options.requests.ignore_eos else tokenizer.stop_ids
     return Opened(
@@ -153,9 +137,9 @@ def smallest_length(options: Options, workload: Workload, limit: int) -> int:
 def smallest_batch(options: Options, workload: Workload) -> int:
     """Rows that are decoded at a time at least."""
     batch_size = options.run.batch_size or 1
-    if workload.num_slots is not None or workload.piped:
-        return workload.num_slots or batch_size
-    num_rows = len(workload.prompts) * options.prompts.num_samples - len(workload.answered)
+    if workload.num_slots is not None:
+        return workload.num_slots
+    num_rows = len(workload.prompts) * options.prompts.num_samples
     return max(1, min(batch_size, num_rows))
 
 
@@ -169,12 +153,10 @@ def choose_slots(
 ) -> int:
     """The rows that are decoded at a time: --batch_size, or a number that fits in memory, which is
     printed."""
-    max_rows = workload.max_rows
-    if not workload.piped:
-        max_rows = max(1, len(rows))
+    max_rows = max(1, len(rows))
     if options.run.batch_size is not None:
-        return options.run.batch_size if workload.piped else min(options.run.batch_size, max_rows)
-    max_rows = min(max_rows, workload.max_rows)
+        return min(options.run.batch_size, max_rows)
+    max_rows = min(max_rows, MAX_ROWS)
     num_slots = default_batch_size(options, max_rows, length, model, drafter)
     if max_rows > 1:
         print_status(f"{num_slots} rows are decoded at a time; --batch_size sets another number")

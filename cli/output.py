@@ -2,17 +2,13 @@
 
 Result          a finished answer as text
 Output          shows results as they finish, or in the order of the rows
-ResultFile      the JSON lines of --output, from earlier runs and this one
-unanswered      the rows that no earlier run has answered
+open_output     the file of --output
 """
 
 import json
 import sys
 import time
-from collections import deque
-from collections.abc import Iterable
-from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import torch
 from tqdm import tqdm
@@ -21,14 +17,9 @@ from cli.answers import RowAnswer
 from cli.draft_marks import draft_marks, print_legend
 from cli.exits import print_error
 from cli.options import Options
-from cli.prompts import Row, row_key
+from cli.prompts import Row
 from decoding.statistics import Timing
 from generate import LLM
-
-# Seconds between polls of a pipe; Ctrl-C may wait this long.
-POLL_S = 0.1
-MAX_TIMINGS = 1000  # latest answers of an open pipe that its report covers
-RESULT_BEGINNINGS = (b'{"id": ', b'{"line": ', b'{"seed": ')
 
 
 class Result(NamedTuple):
@@ -39,62 +30,12 @@ class Result(NamedTuple):
     num_tokens: int = 0
 
 
-class ResultFile:
-    """The file of --output. ValueError for a line that is not a result. An incomplete last line, as
-    a crash leaves it, is removed before the first new result is written."""
-
-    def __init__(self, name: str):
-        self.answered: dict[str, tuple] = {}  # row_key -> (ids of the prompt, seed)
-        self.complete_size: int | None = None  # bytes before a last line that is cut off
-        try:
-            if Path(name).is_file():
-                self.read(name)
-            self.file = open(name, "a", encoding="utf-8")  # noqa: SIM115
-        except OSError as error:
-            raise ValueError(f"--output {name}: {error.strerror}") from None
-
-    def read(self, name: str) -> None:
-        data = Path(name).read_bytes()
-        *lines, rest = data.split(b"\n")
-        for number, line in enumerate(lines, 1):
-            try:
-                result = json.loads(line)
-                self.answered[row_key(result)] = result["prompt_tokens"], result["seed"]
-            except (ValueError, TypeError, LookupError, AttributeError):
-                raise ValueError(
-                    f"--output {name}: line {number} is no result of --json; name another file"
-                ) from None
-        is_result = any(rest[: len(text)] == text[: len(rest)] for text in RESULT_BEGINNINGS)
-        if not is_result:
-            raise ValueError(
-                f"--output {name}: its last line is no result of --json; name another file"
-            )
-        if rest:
-            self.complete_size = len(data) - len(rest)
-
-    def write(self, line: str) -> None:
-        if self.complete_size is not None:
-            self.file.truncate(self.complete_size)
-            self.complete_size = None
-        print(line, file=self.file, flush=True)
-
-
-def unanswered(rows: Iterable[Row], answered: dict[str, tuple]) -> list[Row]:
-    """The rows without an answer yet. ValueError for a row whose answer is to another prompt or
-    seed."""
-    remaining = []
-    for row in rows:
-        labels = row.labels()
-        if row_key(labels) not in answered:
-            remaining.append(row)
-            continue
-        ids, seed = answered[row_key(labels)]
-        if ids != row.ids or (seed != row.seed and not row.has_random_seed):
-            raise ValueError(
-                f"--output: {labels} is answered there for another prompt or seed; name another"
-                " file"
-            )
-    return remaining
+def open_output(name: str | None) -> TextIO | None:
+    """The file of --output, to which lines are added. ValueError for one that cannot be written."""
+    try:
+        return open(name, "a", encoding="utf-8") if name else None
+    except OSError as error:
+        raise ValueError(f"--output {name}: {error.strerror}") from None
 
 
 def print_prompt(text: str) -> None:
@@ -115,8 +56,7 @@ class Output:
         llm: LLM,
         rows: list[Row],
         options: Options,
-        file: ResultFile | None = None,
-        piped: bool = False,
+        file: TextIO | None = None,
     ):
         self.llm = llm
         self.file = file
@@ -124,11 +64,11 @@ class Output:
         self.in_order = options.output.ordered or not self.as_json
         self.streaming = len(rows) == 1 and not self.as_json
         self.marks = draft_marks(options)
-        if self.marks and not self.as_json and (rows or piped):
+        if self.marks and not self.as_json and rows:
             print_legend(self.marks)
         if self.streaming:
             print_prompt(rows[0].prompt.text)
-        self.answers: deque[RowAnswer] = deque(maxlen=MAX_TIMINGS if piped else None)
+        self.answers: list[RowAnswer] = []
         self.num_tokens = 0
         self.next_number = 0
         self.waiting: dict[int, Result] = {}  # for an earlier row
@@ -197,10 +137,7 @@ class Output:
         with tqdm.external_write_mode():
             if result.prompt is not None:
                 print_prompt(result.prompt)
-            if self.file:
-                self.file.write(result.text)
-            else:
-                print(result.text, flush=True)
+            print(result.text, file=self.file, flush=True)
 
     def rate(self) -> str:
         """The rate of all rows together."""

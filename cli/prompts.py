@@ -1,7 +1,7 @@
-"""--prompt, or the lines of a file or an open pipe -> rows of token ids.
+"""--prompt, or the lines of a file -> rows of token ids.
 
 LINE_KEYS       what a line may say, and the check of each value
-read_prompts    --prompt, or the lines of --prompt_file -> Prompt;  parsed_lines  of a pipe
+read_prompts    --prompt, or the lines of --prompt_file -> Prompt
 Encoder         Prompt -> Rows, which have token ids and every setting, one a sample
 """
 
@@ -43,7 +43,6 @@ class Prompt(NamedTuple):
     location: str | None = None  # file and line
     max_new_tokens: int | None = None
     seed: int | None = None
-    has_random_seed: bool = False  # did RANDOM_SEED ask for it?
     stop: list[str] | None = None
     overrides: Mapping = {}  # the line's own values of sampling and template, in place of flags'
     # The line's number, if it has no `id` or repeats an earlier one.
@@ -59,7 +58,6 @@ class Row(NamedTuple):
     max_new_tokens: int
     seed: int
     stop: list[str]
-    has_random_seed: bool = False
     sample: int = 0
 
     def labels(self) -> dict:
@@ -67,12 +65,6 @@ class Row(NamedTuple):
         names = {"id": self.prompt.id, "line": self.prompt.line}
         labels = {key: value for key, value in names.items() if value is not None}
         return labels | {"seed": self.seed, "sample": self.sample}
-
-
-def row_key(labels: dict) -> str:
-    """What identifies a row in --output's file: its labels, or its result there, but for the
-    seed."""
-    return json.dumps([labels.get(key) for key in ("id", "line", "sample")])
 
 
 # ----------------------------------------------------------------------------- what a line may say
@@ -162,15 +154,13 @@ def prompt_of(fields: dict, location: str) -> Prompt:
     text = fields.pop("prompt", None) if messages is None else message_text(messages[-1])
     stop = fields.pop("stop", None)
     seed = fields.pop("seed", None)
-    has_random_seed = is_random(seed)
     return Prompt(
         text,
         messages,
         fields.pop("id", None),
         location,
         fields.pop("max_new_tokens", None),
-        random_seed() if has_random_seed else seed,
-        has_random_seed,
+        random_seed() if is_random(seed) else seed,
         stop=[stop] if isinstance(stop, str) else stop,
         overrides=fields,
     )
@@ -196,17 +186,13 @@ def read_prompts(options: PromptOptions) -> tuple[list[Prompt], list[str]]:
     return prompts, [item for item in items if isinstance(item, str)]
 
 
-def parsed_lines(lines: Iterable[bytes | None], name: str) -> Iterator[Prompt | str | None]:
+def parsed_lines(lines: Iterable[bytes], name: str) -> Iterator[Prompt | str]:
     """For each line that is not empty its Prompt, or its error as a string. The lines are JSONL if
-    the first one begins with a brace, else plain text. A None (no line yet) is passed on.
-    ValueError if no line has text."""
+    the first one begins with a brace, else plain text. ValueError if no line has text."""
     number = 0
     is_jsonl = None
     ids = set()
     for line in lines:
-        if line is None:
-            yield None
-            continue
         number += 1
         location = f"{name}, line {number}"
         try:
@@ -305,7 +291,6 @@ class Encoder:
             budget,
             seeded.seed,
             defaults.stop if prompt.stop is None else prompt.stop,
-            seeded.has_random_seed,
         )
         return [row._replace(seed=row.seed + n, sample=n) for n in range(self.num_samples)]
 

@@ -2,6 +2,7 @@
 bar, and Ctrl-C. Oracles are each row alone, and the same file on one process."""
 
 import fcntl
+import io
 import json
 import os
 import pty
@@ -11,7 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,6 @@ import cli.opening
 from cli.errors import free_memory
 from cli.flags import parse_args
 from cli.main import run as run_args
-from cli.output import POLL_S
 from decoding.engine import Engine
 from loading.files import write_atomically
 
@@ -68,169 +68,27 @@ def prompts(tmp_path):
     )
 
 
-def test_a_rerun_adds_to_a_file_what_it_lacks(text_folder, prompts, capsys, tmp_path, monkeypatch):
-    """After a crash at any line, in the middle of it, the file comes to hold each row once; nothing
-    else runs."""
+def test_output_adds_lines_to_a_file(text_folder, prompts, capsys, tmp_path):
+    """Those of --json, with the numbers of lines that have no id of their own."""
     flags = ("--checkpoint", text_folder, "--prompt_file", prompts, *SHORT, "--num_samples", 2)
     expected, _ = run(capsys, *flags, "--json", "--ordered")
     assert not any("line" in row for row in expected)
-    file, started, add = tmp_path / "out.jsonl", [], Engine.add_request
-    monkeypatch.setattr(
-        Engine, "add_request", lambda *args, **more: started.append(1) or add(*args, **more)
-    )
-    rows, err = run(capsys, *flags, "--output", file, "--ordered")
-    lines = file.read_text().splitlines(keepends=True)
-    assert rows == [] and len(lines) == len(started) == 10 and "skipped" not in err
-    labels = [(row.get("id"), row.get("line"), row["sample"]) for row in map(json.loads, lines)]
+    file = tmp_path / "out.jsonl"
+    file.write_text("before\n")
+    assert run(capsys, *flags, "--output", file, "--ordered")[0] == []
+    first, *lines = file.read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert first == "before" and [row["text"] for row in rows] == [row["text"] for row in expected]
+    labels = [(row.get("id"), row.get("line"), row["sample"]) for row in rows]
     assert labels[::2] == [("a", None, 0), (None, 2, 0), (7, None, 0), (7, 4, 0), (None, 5, 0)]
-    for remains in (
-        [],
-        lines[3:4],
-        [*lines[:5], lines[5][:40]],
-        [*lines[2:9], "{"],
-        [*lines[:3], lines[3][:-1]],
-        lines,
-    ):
-        file.write_text("".join(remains))
-        started.clear()
-        _, err = run(capsys, *flags, "--output", file)
-        num_answered = sum(line.endswith("\n") for line in remains)
-        assert len(started) == 10 - num_answered
-        assert (f"answers {num_answered} rows already: skipped" in err) == bool(num_answered)
-        results = sorted(
-            map(json.loads, file.read_text().splitlines()), key=lambda row: row["prompt_tokens"]
-        )
-        by_prompt = sorted(expected, key=lambda row: row["prompt_tokens"])
-        assert sorted((r["text"], r["sample"]) for r in results) == sorted(
-            (r["text"], r["sample"]) for r in by_prompt
-        )
-
-
-def test_a_file_of_something_else_is_left_as_it_is(text_folder, prompts, capsys, tmp_path):
-    file, flags = (
-        tmp_path / "notes",
-        ("--checkpoint", text_folder, "--prompt_file", prompts, *SHORT),
-    )
-    for text, message in (
-        ("my notes\n", "line 1 is no result"),
-        ("{}\n", "line 1 is no result"),
-        ("my notes", "its last line is no"),
-        ('{"prompt": "One day"}', "its last line is no"),
-        ("5", "its last line is no"),
-        ('{"model_type": "llama", "a', "its last line is no"),
-    ):
-        file.write_text(text)
-        with pytest.raises(ValueError, match=f"--output {file}: {message}"):
-            run(capsys, *flags, "--output", file)
-        assert file.read_text() == text
-    cut = '{"id": "a", "seed": 0, "sam'  # the end of a crash stays until a result follows it
-    file.write_text(cut)
-    (tmp_path / "empty").touch()
-    with pytest.raises(ValueError, match="holds no prompt"):
-        run(capsys, *flags[:2], "--prompt_file", tmp_path / "empty", "--output", file)
-    assert file.read_text() == cut
     with pytest.raises(ValueError, match=r"--output .*/none/out: No such file or directory"):
         run(capsys, *flags, "--output", tmp_path / "none" / "out")
 
 
-def test_answers_to_other_prompts_are_no_answers(text_folder, prompts, capsys, tmp_path):
-    """Ids and numbers of lines are trusted as far as the prompt and the seed agree."""
-    flags = (
-        "--checkpoint",
-        text_folder,
-        "--prompt_file",
-        prompts,
-        *SHORT,
-        "--output",
-        tmp_path / "out",
-    )
-    run(capsys, *flags)
-    with pytest.raises(
-        ValueError, match=r"'id': 'a'.* is answered there for another prompt or seed"
-    ):
-        run(capsys, *flags, "--seed", 5)
-    jsonl(prompts, {"prompt": TEXTS[0], "id": "a"}, {"prompt": "a dog"})
-    with pytest.raises(
-        ValueError, match=r"'line': 2.* is answered there for another prompt or seed"
-    ):
-        run(capsys, *flags)
-
-
-# ----------------------------------------------------------------------------------------- a pipe
-
-
-def pipe(*arguments) -> subprocess.Popen:
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(
-        command(*arguments, "--prompt_file", "-"), text=True, bufsize=1, **pipes
-    )
-
-
-@pytest.mark.attack
-def test_a_pipes_line_is_answered_before_the_next_is_written(text_folder, capsys, tmp_path):
-    """JSONL and text; what does not fit is named with its line, and the status is 2."""
-    flags = ("--checkpoint", text_folder, *SHORT, "--max_seq_length", 60)
-    alone = [run(capsys, *flags, "--json", "--prompt", text)[0][0] for text in TEXTS[:3]]
-    with pipe(*flags, "--json") as process:
-        for number, row in enumerate(alone):
-            process.stdin.write(json.dumps({"prompt": TEXTS[number], "id": number}) + "\n")
-            answer = json.loads(process.stdout.readline())
-            assert answer["tokens"] == row["tokens"] and answer["id"] == number
-            time.sleep(3 * POLL_S)  # idle for a while
-            if number == 0:
-                process.stdin.write(
-                    "\n" + json.dumps({"prompt": "cat " * 99, "id": "long"}) + '\n{"text": 1}\n'
-                )
-        rest, err = process.communicate(timeout=60)
-    errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert process.returncode == 2 and rest == "" and len(errors) == 2
-    assert (
-        "stdin, line 3, id long: has" in errors[0]
-        and "60 positions" in errors[0]
-        and "stdin, line 4:" in errors[1]
-    )
-    with pipe(*flags, "--output", tmp_path / "out") as process:
-        # the last line without an end
-        out, _ = process.communicate("\n".join(TEXTS[:3]), timeout=60)
-    results = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
-    assert out == "" and sorted((r["line"], r["tokens"]) for r in results) == [
-        (n, row["tokens"]) for n, row in enumerate(alone, 1)
-    ]
-    with pipe(*flags, "--output", tmp_path / "out") as process:
-        process.communicate("\n".join([*TEXTS[:3], "a"]), timeout=60)
-    assert len((tmp_path / "out").read_text().splitlines()) == 4
-
-
-@pytest.mark.attack
-def test_slots_stay_busy_while_no_line_comes(tmp_path):
-    """A short row that comes later than a long one ends before it. Ctrl-C ends both, and a wait for
-    lines."""
-    flags = (
-        *shape(tmp_path),
-        "--max_new_tokens",
-        90_000,
-        "--max_seq_length",
-        100_000,
-        "--batch_size",
-        2,
-        "--json",
-    )
-    for waits in (False, True):
-        with pipe(*flags) as process:
-            if not waits:
-                process.stdin.write('{"prompt": "ab", "id": "endless"}\n')
-            process.stdin.write('{"prompt": "abc", "id": "short", "max_new_tokens": 3}\n')
-            assert json.loads(process.stdout.readline())["id"] == "short"
-            process.send_signal(signal.SIGINT)
-            assert process.wait(30) == 130 and process.stdout.read() == ""
-            assert "Traceback" not in process.stderr.read()
-
-
-@pytest.mark.attack
-def test_an_empty_pipe_is_an_error(text_folder):
-    with pipe("--checkpoint", text_folder) as process:
-        _, err = process.communicate("\n\n", timeout=60)
-    assert process.returncode == 2 and "error: stdin: holds no prompt" in err
+def test_an_empty_stdin_is_an_error(text_folder, monkeypatch):
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"\n\n")))
+    with pytest.raises(ValueError, match="stdin: holds no prompt"):
+        run_args(parse_args(["--checkpoint", str(text_folder), "--prompt_file", "-"]))
 
 
 # ------------------------------------------------------------------------------------- batch size
