@@ -236,22 +236,19 @@ def packers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(NUM_PACKERS, thread_name_prefix="packer")
 
 
-def as_float16(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight (rows, in) -> numbers (rows, in) float32, scale (rows, 1) float32: weight = numbers *
-    scale, where the scale is the power of two that puts a row's largest number into float16's
-    highest octave."""
-    weight = weight.float()
-    largest = weight.abs().amax(dim=1, keepdim=True).clamp(min=2.0**-100)
+def row_scale(weight: Tensor) -> Tensor:
+    """weight (rows, in) -> (rows, 1) float32, powers of two: divided by them, a row's largest
+    number lies in float16's highest octave."""
+    largest = weight.abs().amax(dim=1, keepdim=True).float().clamp(min=2.0**-100)
     mantissa = torch.frexp(largest).mantissa  # 0.5 to 1
-    scale = largest / mantissa * 2.0**-16
-    return weight / scale, scale
+    return largest / mantissa * 2.0**-16
 
 
 def fits_float16(weight: Tensor) -> bool:
-    """Are the numbers of `as_float16` float16's? A bfloat16 has 8 significant bits, so float16
-    holds it down to 2^-17, its own lowest bit being 2^-24: a row may span 33 octaves."""
+    """Are the weights float16 numbers times their `row_scale`? A bfloat16 has 8 significant bits,
+    so float16 holds it down to 2^-17, its own lowest bit being 2^-24: a row may span 33 octaves."""
     for rows in row_chunks(*weight.shape):
-        numbers, _ = as_float16(weight[rows])
+        numbers = weight[rows].float() / row_scale(weight[rows])
         if not torch.equal(numbers.half().float(), numbers):
             return False
     return True
@@ -271,7 +268,7 @@ class FbgemmWeights(PackedWeights):
     def __init__(self, weight: Tensor):
         super().__init__(weight)
         self.dtype = torch.float32
-        scales = [as_float16(weight[rows])[1] for rows in row_chunks(*weight.shape)]
+        scales = [row_scale(weight[rows]) for rows in row_chunks(*weight.shape)]
         self.register_buffer("scale", torch.cat(scales).flatten(), persistent=False)  # (out,)
 
     @classmethod
@@ -288,7 +285,7 @@ class FbgemmWeights(PackedWeights):
         for part in weight.split(max(1, MAX_PART_WEIGHTS // weight.size(1))):
             numbers = torch.empty(part.shape)
             for rows in row_chunks(*part.shape):
-                numbers[rows] = as_float16(part[rows])[0]
+                torch.div(part[rows], row_scale(part[rows]), out=numbers[rows])
             FREE_PACKERS.acquire()
             future = packers().submit(torch.ops.quantized.linear_prepack_fp16, numbers, None)
             future.add_done_callback(lambda _: FREE_PACKERS.release())
