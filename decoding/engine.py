@@ -556,10 +556,7 @@ class Engine:
         """Does the draft's own cache lack positions that a round of these requests reads?"""
         if len(self.runners) == 1 or not self.drafter.runs_model:
             return False
-        fitting = [request for request in requests if self.drafter.fits(request)]
-        if len(fitting) < len(requests):
-            self.has_outgrown_draft = True
-        return any(request.is_draft_behind for request in fitting)
+        return any(request.is_draft_behind and self.drafter.fits(request) for request in requests)
 
     def record_prompt(self, request: Request, h: Tensor) -> None:
         """Record, on request, log-probabilities of the prompt's tokens that follow h (1, T, D)."""
@@ -639,6 +636,8 @@ class Engine:
             request.num_launched += 1
             has_run = k > 0 and self.drafter.runs_model
             request.is_draft_behind = not has_run or request in self.drafter.suffix_requests
+            if self.drafter.owns_cache and not self.drafter.fits(request):
+                self.has_outgrown_draft = True
         rows = self.rows(begin, end)
         rows.drafter.runs_model = self.drafter.runs_model
         running = [(request.slot.index - begin, request) for request in requests]

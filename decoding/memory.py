@@ -26,7 +26,7 @@ others. And on a GPU the host reads a few steps late, by a number of steps that 
 other rows' prompts run.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 MAX_SEEDS = 1 << 18  # that are known to be used, some 100 bytes each
@@ -34,7 +34,7 @@ MAX_SEEDS = 1 << 18  # that are known to be used, some 100 bytes each
 
 class Memory:
     """What was learned from the texts of some requests. `figures`: the drafter's own, as of
-    Drafter.new_figures; `draft_length`: draft_length.DraftLength, made by the engine."""
+    Drafter.figures_type; `draft_length`: draft_length.DraftLength, made by the engine."""
 
     def __init__(self, figures: object, is_shared: bool):
         self.figures = figures
@@ -55,11 +55,11 @@ class DraftPlan(NamedTuple):
 
 
 class Memories:
-    """The memory of each request, by the rule above. `new_figures`: as of Drafter."""
+    """The memory of each request, by the rule above. `figures_type`: as of Drafter."""
 
-    def __init__(self, new_figures: Callable[[], object]):
-        self.new_figures = new_figures
-        self.shared = Memory(new_figures(), is_shared=True)
+    def __init__(self, figures_type: type):
+        self.figures_type = figures_type
+        self.shared = Memory(figures_type(), is_shared=True)
         self.seeds: dict[int, None] = {}  # of sampled requests, the oldest first
 
     def assign(self, request, others: Iterable) -> None:
@@ -72,7 +72,7 @@ class Memories:
             sharing = [other for other in others if other.noise_seed == seed]
             for same_seed in (request, *sharing):
                 if same_seed.memory is self.shared:
-                    same_seed.memory = Memory(self.new_figures(), is_shared=False)
+                    same_seed.memory = Memory(self.figures_type(), is_shared=False)
         elif len(self.seeds) == MAX_SEEDS:
             del self.seeds[next(iter(self.seeds))]
         self.seeds[seed] = None

@@ -44,17 +44,16 @@ class Drafter(nn.Module):
     num_input_tokens = 2
     # Positions from the last decided token on that its cache needs beyond the target's.
     num_scratch = 0
+    # The class of its own running figures, which `choose_k` finds in `memory.figures` of the
+    # requests, all of one memory.
+    figures_type: type = object
     max_draft_tokens = math.inf  # of a round
     max_positions = math.inf  # it drafts up to this length of a text, and beyond it nothing
 
     def __init__(self, model: Transformer | None = None):
         super().__init__()
         self.model = model  # `propose` runs it; None: no model
-        self.memories = Memories(self.new_figures)
-
-    def new_figures(self) -> object:
-        """Running figures of its own, which `choose_k` finds in `memory.figures` of the requests,
-        all of one memory."""
+        self.memories = Memories(self.figures_type)
 
     def setup(
         self,

@@ -38,6 +38,8 @@ class HybridDraft(SuffixDraft):
     """A suffix draft next to a ModelDraft. A round in which no row takes the model's draft does not
     run the model, whose cache then lacks what the round decided."""
 
+    figures_type = HybridFigures
+
     def __init__(self, model_draft: ModelDraft, depth: int = 24):
         super().__init__(depth)
         self.model_draft = model_draft
@@ -45,9 +47,6 @@ class HybridDraft(SuffixDraft):
         self.owns_cache = model_draft.owns_cache
         self.max_draft_tokens = model_draft.max_draft_tokens
         self.max_positions = model_draft.max_positions
-
-    def new_figures(self) -> HybridFigures:
-        return HybridFigures()
 
     def setup(self, *args) -> None:
         super().setup(*args)

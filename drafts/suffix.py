@@ -139,6 +139,7 @@ class SuffixDraft(Drafter):
     others draft from their own text. `depth`: the longest match; `pool_tokens`: the pool's size."""
 
     auto_k = (*Drafter.auto_k, 16)  # copied text has long accepted drafts
+    figures_type = Acceptance
 
     def __init__(self, depth: int = 24, pool_tokens: int = POOL_TOKENS):
         super().__init__()
@@ -147,9 +148,6 @@ class SuffixDraft(Drafter):
         self.texts: dict[Request, Text] = {}
         # The latest answers, and those before them; each holds up to half of pool_tokens.
         self.pool = [Text(), Text()]
-
-    def new_figures(self) -> Acceptance:
-        return Acceptance()
 
     def setup(self, *args) -> None:
         super().setup(*args)

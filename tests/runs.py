@@ -144,6 +144,7 @@ def folders() -> str:
 BLOCKS = {"families": families, "folders": folders}
 SIZE = re.compile(r"^(\| \[([\w/]+(?:\.py)?)\S*\) \| )[\d,]+ \| (\d* ?)\|", flags=re.M)
 CORE = ("model.py", "generate.py", "decoding/sampling.py", "decoding/state.py")
+DRAFTING = ("speculative.py", "drafts/base.py", "decoding/engine.py")  # what a round takes besides
 LINES_A_MINUTE = 30
 
 

@@ -48,7 +48,7 @@ def engine_of(model, kind: str, k: int | str, batch_size: int = 1, rule=Memories
     drafter = DRAFTERS[kind](model)
     engine = Engine(model, batch_size, 90, drafter=drafter, speculate_k=k)
     engine.costs = COSTS
-    engine.memories = drafter.memories = rule(drafter.new_figures)
+    engine.memories = drafter.memories = rule(drafter.figures_type)
     return engine
 
 
@@ -216,7 +216,7 @@ def test_a_quoted_answer_keeps_the_law_of_its_seed(rule):
     engine = Engine(model, 1, 30, drafter=drafter, speculate_k=3)
     counts = torch.zeros(4**n)
     for seed in range(800):
-        engine.memories = drafter.memories = rule(drafter.new_figures)
+        engine.memories = drafter.memories = rule(drafter.figures_type)
         drafter.pool, drafter.answers = [Text(), Text()], ()
         answer, _ = ask(engine, prompt, seed, n=n)
         ask(engine, prompt + answer, 10**6 + seed, n=2)

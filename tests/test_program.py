@@ -1131,9 +1131,7 @@ def test_the_help_text_knows_a_chats_length(capsys):
     with pytest.raises(SystemExit):
         parse_args(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert (
-        f"of a chat, an open pipe or scripts.serve, the context, at most {DEFAULT_LENGTH}" in text
-    )
+    assert f"of a chat or scripts.serve, the context, at most {DEFAULT_LENGTH}" in text
 
 
 def test_a_folder_without_a_template_chats_as_plain_text(text_folder, capsys, monkeypatch):

@@ -218,6 +218,7 @@ def test_figures_are_those_of_the_results_files():
 def test_sizes_are_true():
     """Within a twentieth. `python -m tests.runs` writes the table of files anew."""
     core = sum(runs.num_lines(name) for name in runs.CORE)
+    drafting = sum(runs.num_lines(name) for name in runs.DRAFTING)
     product = sum(runs.num_lines(file.name) for file in ROOT.glob("*.py"))
     product += sum(
         runs.num_lines(folder)
@@ -226,7 +227,7 @@ def test_sizes_are_true():
     text = " ".join("".join(PAGES.values()).split())
     for pattern, lines in (
         (r"four files, ([\d,]+) lines in all", core),
-        (r"core is about ([\d,]+) lines", core),
+        (r"round takes three more, ([\d,]+) lines", drafting),
         (r"that is shipped is some ([\d,]+)", product),
     ):
         stated = re.findall(pattern, text)

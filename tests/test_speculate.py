@@ -45,6 +45,7 @@ class OneRow:
         state.seed.copy_(text.seed)
         state.values[:] = text.values
         state.done.fill_(False)
+        state.draft_limit.fill_(text.k)
         state.sampling_path = text.sampling_path
         state.k, state.length = text.k, length + text.k
         if request.num_computed < length - 1:
@@ -54,7 +55,7 @@ class OneRow:
         drafter.expect([request], 0)
         drafter.update(state)
         tokens, q = drafter.propose(state)
-        return tokens, torch.where(drafter.rows_to_draft(state)[:, None, None], q, 0)
+        return tokens, torch.where(drafter.rows_to_draft(state)[..., None], q, 0)
 
 
 def by_token(*args, block: bool, **options):
