@@ -174,6 +174,34 @@ def test_a_broken_program_breaks_the_law(small, name):
     assert law.control(name, n_tokens)["as_it_should_be"]
 
 
+SHORT = [("suffix", 3), ("hybrid", "auto"), ("layers:0", "auto"), ("dspark", "auto"), ("pard", 3)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[] if case[1:3] in SHORT else pytest.mark.long)
+        for case in law.REPEATED
+    ],
+)
+def test_a_seed_that_repeats_learns_nothing(case):
+    """Its rounds are those of a new engine; where drafting learns, the rule before has others."""
+    differing = [
+        repeated["tests"]["as in a new engine"][0] > 0
+        for repeated in (law.repeat(case, 8, 5), law.repeat(case, 8, 5, law.SharedByAll))
+    ]
+    assert differing == [False, law.learns(case)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rule", [law.Memories, law.SharedByAll])
+@pytest.mark.parametrize("k", [3, "auto"])
+def test_a_seed_that_repeats_keeps_the_law(k, rule):
+    case = next(case for case in law.REPEATED if case[1:3] == ("suffix", k))
+    _, p = law.repeat(case, law.SEEDS, 5, rule)["tests"]["joint law"]
+    assert p > 1e-6 if rule is law.Memories else p < law.CAUGHT
+
+
 def test_requests_come_and_go(small):
     model = law.target_of("tiny")
     engine = Engine(model, 4, 160, drafter=law.drafter_of("suffix", model), speculate_k=3)

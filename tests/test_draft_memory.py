@@ -7,7 +7,6 @@ import torch
 from test_speculative import joint_law, p_value, tiny
 
 import decoding.memory
-from decoding.costs import Costs
 from decoding.engine import Engine
 from decoding.memory import Memories
 from decoding.sampling import Sampling
@@ -17,12 +16,10 @@ from drafts.hybrid import HybridDraft
 from drafts.ngram import NgramDraft
 from drafts.suffix import END, SuffixDraft, Text
 from drafts.target_layers import layer_subset
+from tests.attacks.law import NEAR_COSTS, SharedByAll
 
 PROMPT = [1, 2, 3, 1, 2, 0, 3, 1, 2]
 SAMPLED = Sampling(1)
-KS = (1, 2, 3, 5, 8)
-# A round of a draft pays above an acceptance of about a half, so that `auto` leaves and comes back.
-COSTS = Costs(1.0, {0: 0.0} | {k: 0.1 * k for k in KS}, {k: 1.3 + 0.1 * k for k in KS})
 DRAFTERS = {
     "model": lambda model: ModelDraft(tiny(7, n_layers=1, max_seq_length=96)),
     "layers": lambda model: ModelDraft(layer_subset(model, [0]), on_layers=[0]),
@@ -30,13 +27,6 @@ DRAFTERS = {
     "suffix": lambda model: SuffixDraft(),
     "hybrid": lambda model: HybridDraft(ModelDraft(tiny(7, n_layers=1, max_seq_length=96))),
 }
-
-
-class SharedByAll(Memories):
-    """The rule before: every request learns from all."""
-
-    def assign(self, request, others):
-        request.memory = self.shared
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +37,7 @@ def model():
 def engine_of(model, kind: str, k: int | str, batch_size: int = 1, rule=Memories) -> Engine:
     drafter = DRAFTERS[kind](model)
     engine = Engine(model, batch_size, 90, drafter=drafter, speculate_k=k)
-    engine.costs = COSTS
+    engine.costs = NEAR_COSTS
     engine.memories = drafter.memories = rule(drafter.figures_type)
     return engine
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import STEADY_S, generate
-from reference import naive_penalties
 from steps import prefill_all, start_all_alike, token_records
 from torch import Tensor
 
@@ -29,7 +28,6 @@ from decoding.sampling import (
     ACCEPT,
     DRAFT_DRAW,
     INVALID,
-    PENALIZED,
     Sampling,
     draw,
     round_uniform,
@@ -46,6 +44,7 @@ from drafts.target_layers import layer_subset, parse_layers
 from loading.models import random_model
 from model import Config, Transformer
 from speculative import accept, acceptance, block_acceptance, residual
+from tests.joint_laws import joint_law, p_value
 
 SAMPLINGS = [
     Sampling(0),
@@ -391,38 +390,6 @@ def tiny(seed: int, scale: float = 25.0, **changes) -> Transformer:
     model.embed.weight.mul_(50)
     model.lm_head.weight.mul_(20)
     return model
-
-
-def joint_law(model: Transformer, prompt: list[int], n: int, sampling: Sampling) -> Tensor:
-    """Exact probabilities of all V^n continuations, in float64 products of the model's own
-    distributions."""
-    V = model.config.vocab_size
-    tails = torch.tensor(list(itertools.product(range(V), repeat=n)))  # (V^n, n)
-    tokens = torch.cat((torch.tensor(prompt).expand(len(tails), -1), tails), dim=1)
-    with torch.inference_mode():
-        logits = model(tokens, torch.arange(tokens.size(1)))[:, len(prompt) - 1 : -1]  # (V^n, n, V)
-    logits = logits.clone()
-    if sampling.path == PENALIZED:
-        # V^(n - i) rows in a row share their first i tokens, and with them the next one's law
-        for i in range(n):
-            for rows in torch.arange(len(tails)).split(V ** (n - i)):
-                text = tokens[rows[0], : len(prompt) + i].tolist()
-                logits[rows, i] = naive_penalties(logits[rows[0], i], text, len(prompt), sampling)
-    return sampling.probs(logits).double().gather(2, tails[..., None])[..., 0].prod(1)
-
-
-def p_value(counts: Tensor, law: Tensor) -> float:
-    """Of a chi-square test; outcomes expected fewer than five times are one bin, impossible ones
-    must not happen."""
-    if counts[law == 0].sum() > 0:
-        return 0.0
-    expected = law / law.sum() * counts.sum()
-    rare = expected < 5
-    observed = torch.cat((counts[~rare].double(), counts[rare].sum()[None].double()))
-    expected = torch.cat((expected[~rare], expected[rare].sum()[None]))
-    keep = expected > 0
-    statistic = ((observed[keep] - expected[keep]) ** 2 / expected[keep]).sum()
-    return torch.special.gammaincc((keep.sum() - 1) / 2, statistic / 2).item()
 
 
 TAIL, ROWS = 5, 4096

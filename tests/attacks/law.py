@@ -11,6 +11,7 @@ before?
                         finished row
     chi_square, martingale, too_many    three tests that know nothing of models
     examine             a case, decoded and tested; pooled   all cases as one
+    repeat              a case where prompts and seeds repeat
 
 The null hypothesis is that, given everything before it, every token has the target's law p. It is
 tested three ways:
@@ -46,15 +47,20 @@ and an abort takes back no token: all that were decided before it count. Without
 the test would see more of the rows whose drafts were accepted, and be biased. Seeds differ, for a
 draft that knows an answer of the same noise knows the draws.
 
+In the cases REPEATED prompts and seeds repeat, after others have quoted the answers. The model has
+four tokens there, so that the exact joint law of an answer is known. Each answer is also compared
+with that of an engine that saw nothing, which finds what a law of some hundred seeds does not.
+
 False alarms: the whole run rejects a correct program with probability at most 1e-6, as Bonferroni's
 sum over all tests. For sums that needs no approximation: exp(l M - (e^l - 1 - l) V) is a
 supermartingale for every l (Freedman 1975; M the sum of differences of at most 1, V that of their
 variances), so is its mean over a fixed list of l, and it exceeds 1/a with probability at most a.
-Histograms use the chi-square law, with 100 expected in every bin or more. Zeros: p here and p when
-a token was decided differ by rounding. On a text drawn beforehand, cached passes and one in float64
-differ by some d in a logit; 4 d is allowed. A token within it of a filter's cut may be drawn though
-p says 0; the expected number of such draws is at most the summed mass of tokens that close, and
-what is seen is held against a Poisson law. One token of p = 0 that is further away rejects.
+Histograms use the chi-square law, with 100 expected in every bin or more (5 where seeds repeat,
+which makes a small p there less exact). Zeros: p here and p when a token was decided differ by
+rounding. On a text drawn beforehand, cached passes and one in float64 differ by some d in a logit;
+4 d is allowed. A token within it of a filter's cut may be drawn though p says 0; the expected
+number of such draws is at most the summed mass of tokens that close, and what is seen is held
+against a Poisson law. One token of p = 0 that is further away rejects.
 
 What this cannot show: that the target itself computes what its file says (tests/test_model.py
 does), a wrong law whose tests here are blind to it, deviations below what is printed as "seen
@@ -86,6 +92,7 @@ from cli.errors import exit_on_error
 from cli.flags import Parser, positive
 from decoding.costs import Costs
 from decoding.engine import Engine
+from decoding.memory import Memories
 from decoding.sampling import DRAFT_DRAW, FILTERED, PLAIN, Sampling
 from decoding.scheduler import Request
 from decoding.state import State
@@ -96,7 +103,7 @@ from drafts.eagle import Eagle, EagleDraft, EagleModel
 from drafts.hybrid import HybridDraft
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft, pard_token
-from drafts.suffix import SuffixDraft
+from drafts.suffix import SuffixDraft, Text
 from drafts.target_layers import layer_subset
 from drafts.vocabulary import translate
 from loading.checkpoint import load_model
@@ -104,6 +111,7 @@ from loading.files import read_json
 from loading.models import random_model
 from model import Config, Transformer
 from speculative import accept
+from tests.joint_laws import joint_law, p_value
 from weights.walker import pack_model, quantized_copy
 
 ROOT = Path(__file__).parents[2]
@@ -128,6 +136,7 @@ TINY = Config(
     norm_eps=1e-5,
 )
 WINDOWED = dataclasses.replace(TINY, windows=(None, 200, 50))
+FOUR = dataclasses.replace(TINY, vocab_size=4, max_seq_length=32)
 
 
 class Case(NamedTuple):
@@ -241,7 +250,7 @@ def tiny(config: Config, seed: int = 3) -> Transformer:
 def target_of(name: str) -> Transformer:
     if name == "demo":
         return load_model(ROOT / "checkpoints" / "demo", dtype=torch.float32)
-    return tiny({"tiny": TINY, "windowed": WINDOWED}[name])
+    return tiny({"tiny": TINY, "windowed": WINDOWED, "four": FOUR}[name])
 
 
 def disturbed(model: Transformer, noise: float, seed: int = 9) -> Transformer:
@@ -860,6 +869,92 @@ def control(name: str, n_tokens: int = CONTROL_TOKENS, seed: int = 77) -> dict:
     }
 
 
+# ---------------------------------------------------------------------- repeated prompts and seeds
+
+LEARNING = ("suffix", "hybrid")  # from other requests, with any K; all others with "auto" alone
+OTHERS = ("model", "layers:0", "ngram:1", "int8", "pard", "eagle", "dflash", "dspark", "shared")
+REPEATED = tuple(
+    Case(f"repeated: {kind}, K {k}", kind, k, Sampling(1), "four")
+    for kind in (*LEARNING, *OTHERS)
+    for k in (3, "auto")
+)
+SEEDS = 600  # of a case
+PROMPT, ANSWER = ([1, 2, 3, 1, 2], 4)  # ids, and the number of tokens
+# A round of a draft pays above an acceptance of about a half, so that `auto` leaves and comes back.
+NEAR_COSTS = Costs(
+    1.0,
+    {0: 0.0} | {k: 0.1 * k for k in Drafter.auto_k},
+    {k: 1.3 + 0.1 * k for k in Drafter.auto_k},
+)
+
+
+class SharedByAll(Memories):
+    """The rule before decoding/memory.py: every request learns from all, and reads the pool."""
+
+    def assign(self, request, others):
+        request.memory = self.shared
+
+
+def learns(case: Case) -> bool:
+    return case.k == "auto" or case.drafter in LEARNING
+
+
+def ask(engine: Engine, prompt: list[int], seed: int) -> tuple[list[int], list]:
+    """An answer, and each token's index in its round and the round's K."""
+    id = engine.add_request(prompt, sampling=Sampling(1), max_new_tokens=ANSWER, seed=seed)
+    request = engine.requests[id]
+    while engine.has_unfinished():
+        engine.step()
+    return request.tokens, [(token.index, token.k) for token in request.token_records]
+
+
+def forget(engine: Engine, rule: type[Memories], seeds: Sequence[int] = ()) -> None:
+    """As a new engine, which knows of `seeds` only that they were used."""
+    drafter = engine.drafter
+    engine.memories = drafter.memories = rule(drafter.figures_type)
+    engine.memories.seeds.update(dict.fromkeys(seeds))
+    if isinstance(drafter, SuffixDraft):
+        drafter.texts, drafter.pool = {}, [Text(), Text()]
+
+
+def repeat(case: Case, n_seeds: int, seed: int, rule: type[Memories] = Memories) -> dict:
+    """Each seed answers the prompt, another one's prompt quotes the answer, and the first answers
+    again. The last answers have the exact joint law, and each equals, round by round, that of an
+    engine that saw nothing. Our engine keeps all that it learns from all seeds; a broken one starts
+    anew with each, because the answers of others would hide the one that it must not use."""
+    model = target_of(case.target)
+    kept, new = (
+        Engine(model, 1, 32, drafter=drafter_of(case.drafter, model), speculate_k=case.k)
+        for _ in range(2)
+    )
+    kept.costs = new.costs = NEAR_COSTS
+    V, differing = model.config.vocab_size, 0
+    counts = torch.zeros((V,) * ANSWER)
+    forget(kept, rule)
+    for first in range(seed << 20, (seed << 20) + n_seeds):
+        if rule is not Memories:
+            forget(kept, rule)
+        answer, _ = ask(kept, PROMPT, first)
+        ask(kept, PROMPT + answer, first + (1 << 19))
+        again = ask(kept, PROMPT, first)
+        forget(new, rule, [first])
+        differing += again != ask(new, PROMPT, first)
+        counts[tuple(again[0])] += 1
+    p = p_value(counts.flatten(), joint_law(model, PROMPT, ANSWER, Sampling(1)))
+    tests = {"joint law": (None, p), "as in a new engine": (differing, float(not differing))}
+    return {"seeds": n_seeds, "tests": tests}
+
+
+def repeat_control(case: Case) -> dict:
+    """`case` by the rule before, which must be caught. The law does so for suffix drafts; what
+    the others learn, K alone or nearly so, moves it too little for some hundred seeds, so they are
+    caught by their last answers or rounds, which are not those of an engine that saw nothing."""
+    by = "joint law" if case.drafter == "suffix" else "as in a new engine"
+    n_seeds = SEEDS if case.drafter == "suffix" else 20
+    _, p = repeat(case, n_seeds, 77, SharedByAll)["tests"][by]
+    return {"seeds": n_seeds, "test": by, "p": p, "as_it_should_be": p < CAUGHT}
+
+
 # ----------------------------------------------------------------------------------- command line
 
 
@@ -922,7 +1017,20 @@ def run_controls() -> dict[str, dict]:
             f"broken: {name}: {said['tokens']:,} tokens, p = {said['p']:.1e} ({said['test']}):"
             f" {seen}"
         )
+    for case in filter(learns, REPEATED):
+        name = f"every request learns from all, {case.name}"
+        found[name] = said = repeat_control(case)
+        seen = "as it should be" if said["as_it_should_be"] else "NOT AS IT SHOULD BE"
+        print(f"broken: {name}: p = {said['p']:.1e} ({said['test']}): {seen}")
     return found
+
+
+def run_repeated(seed: int) -> dict[str, dict]:
+    cases = {}
+    for case in tqdm(REPEATED, desc="repeated"):
+        cases[case.name] = said = repeat(case, SEEDS, seed)
+        tqdm.write(f"{case.name}: {SEEDS} seeds, p = {said['tests']['joint law'][1]:.1e}")
+    return cases
 
 
 def main() -> None:
@@ -946,7 +1054,13 @@ def main() -> None:
         start, found = time.perf_counter(), {}
         if not args.controls:
             cases = run_cases(args.tokens, args.seed)
-            found = {**verdict(cases), "tokens": cases["all cases"]["tokens"], "cases": cases}
+            repeated = run_repeated(args.seed)
+            found = {
+                **verdict(cases | repeated),
+                "tokens": cases["all cases"]["tokens"],
+                "cases": cases,
+                "repeated": repeated,
+            }
             print(
                 f"{found['tests']} tests, smallest p {found['smallest_p']:.1e}, threshold"
                 f" {found['threshold']:.1e}"
