@@ -946,11 +946,12 @@ def repeat(case: Case, n_seeds: int, seed: int, rule: type[Memories] = Memories)
 
 
 def repeat_control(case: Case) -> dict:
-    """`case` by the rule before, which must be caught. The law does so for suffix drafts; what
-    the others learn, K alone or nearly so, moves it too little for some hundred seeds, so they are
-    caught by their last answers or rounds, which are not those of an engine that saw nothing."""
-    by = "joint law" if case.drafter == "suffix" else "as in a new engine"
-    n_seeds = SEEDS if case.drafter == "suffix" else 20
+    """`case` by the rule before, which must be caught: where drafts come from the pool, by the law.
+    Where K alone is learned, the law of some hundred seeds hardly moves, and what shows is that the
+    last answers, or their rounds, are not those of an engine that saw nothing."""
+    reads_pool = case.drafter in LEARNING
+    by = "joint law" if reads_pool else "as in a new engine"
+    n_seeds = SEEDS if reads_pool else 20
     _, p = repeat(case, n_seeds, 77, SharedByAll)["tests"][by]
     return {"seeds": n_seeds, "test": by, "p": p, "as_it_should_be": p < CAUGHT}
 
