@@ -57,16 +57,17 @@ def pytest_report_header() -> str | None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves tests out by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what `one_in(n)` leaves out: of a function's cases all but every nth."""
+    """Mark as slow what `one_in(n)` leaves out: of a function's cases all but every nth. With
+    `one_in(n, m)` only every mth of these is slow, and the others are long."""
     cases = Counter()
     for item in items:
         marker = item.get_closest_marker("one_in")
         if marker is None:
             continue
-        (n,) = marker.args
+        n, m = (*marker.args, 1)[:2]
         function, _, _ = item.nodeid.partition("[")
         if cases[function] % n:
-            item.add_marker("slow")
+            item.add_marker("long" if cases[function] % m else "slow")
         cases[function] += 1
 
 
