@@ -121,7 +121,7 @@ def test_both_pages_have_the_same_script_and_style():
     [
         ("--report /no/such/folder/report.html", "its folder does not exist"),
         (f"--report {ROOT}/checkpoints", "checkpoints is a folder: name a file in it"),
-        ("--report report.html --interactive", "neither with --interactive nor with"),
+        ("--report report.html --interactive", "--report does not work with --interactive"),
     ],
 )
 def test_a_page_that_cannot_be_written_is_refused_before_loading(flags, message, monkeypatch):

@@ -211,9 +211,7 @@ class Recorded(LLM):
             return None
         return self.before[number]
 
-    def run(
-        self, answers: Iterable[RowAnswer], interrupts: Collection = (), after_step=None
-    ) -> Iterator[RowAnswer]:
+    def run(self, answers: Iterable[RowAnswer], interrupts: Collection = ()) -> Iterator[RowAnswer]:
         rows = list(answers)
         # What `auto` learned in earlier answers would choose other K, and so other sampled text.
         self.engine.memories.shared.draft_length = None
@@ -227,7 +225,7 @@ class Recorded(LLM):
         try:
             if seconds is not None:
                 signal.setitimer(signal.ITIMER_REAL, seconds)
-            yield from super().run(rows, interrupts, after_step)
+            yield from super().run(rows, interrupts)
             if once is not None:
                 raise KeyboardInterrupt
         except ValueError as error:
