@@ -34,6 +34,7 @@ ROOT = Path(__file__).parent.parent
 # Test files by a package of requirements-dev.txt that they cannot be imported without. A machine
 # with a GPU may have pytest and hypothesis alone.
 FILES_BY_PACKAGE = {
+    "llguidance": ["test_grammar.py"],
     "lm_eval": ["test_eval_lm.py", "test_hub.py"],
     "openai": [
         "test_attacks.py",

@@ -40,5 +40,5 @@ def test_the_tests_of_a_gpu_need_few_packages(tmp_path):
         text=True,
     )
     assert result.returncode == 0, result.stdout[-3000:]
-    assert "left out without lm_eval, openai, rich: " in result.stdout
+    assert "left out without llguidance, lm_eval, openai, rich: " in result.stdout
     assert result.stdout.count("test_compiled_steps_on_a_gpu") == 5
