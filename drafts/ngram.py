@@ -23,6 +23,7 @@ class NgramDraft(Drafter):
     def setup(self, state: nn.Module, k_max: int, target, *args) -> None:
         super().setup(state, k_max, target, *args)
         self.bucket_length = target.bucket_length
+        self.is_compiled = target.compile
         powers = torch.full_like(state.tokens[0], BASE)
         powers[0] = 1
         self.register_buffer("powers", powers.cumprod(dim=0), persistent=False)
@@ -31,7 +32,9 @@ class NgramDraft(Drafter):
         return self.proposal(state.k)  # as `update` wrote it
 
     def update(self, state: nn.Module) -> None:
-        S = self.bucket_length(state.length + 1)
+        S = state.tokens.size(1)
+        if not self.is_compiled:  # compiled code would be compiled anew for every other length
+            S = self.bucket_length(state.length + 1)
         find = self.maybe_compile(self.find, state, S)
         find(state, S)
 
