@@ -241,6 +241,8 @@ class GrowingCache:
     """Keys and values of a draft's layer. Every call appends to them, and gradients flow through
     them."""
 
+    max_seq_length = 0  # as in model.Caches: texts to train on are short ones for longrope
+
     def __init__(self, k: Tensor | None = None, v: Tensor | None = None):
         self.layers = (self,)
         self.k = k
