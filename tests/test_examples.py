@@ -14,7 +14,7 @@ import json, sys
 import torch, transformers
 from loading.checkpoint import load_model
 from drafts.ngram import NgramDraft
-from conftest import generate
+from decoding.engine import Engine
 from decoding.sampling import Sampling
 
 text = {
@@ -66,8 +66,8 @@ with torch.no_grad():
 texts = [
     [
         id
-        for _, id in generate(
-            model, [tokens[0, :7].tolist()], sampling=Sampling(0), max_new_tokens=64, **drafting
+        for _, id in Engine(model, 1, 71, **drafting).generate(
+            [tokens[0, :7].tolist()], sampling=Sampling(0), max_new_tokens=64
         )
     ]
     for drafting in ({}, {"drafter": NgramDraft(), "speculate_k": 3})
