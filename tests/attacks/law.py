@@ -819,7 +819,7 @@ def keeping(name: str) -> Callable:
 CONTROLS = {  # name -> what is put in place of the code
     "everything is accepted": patched(speculative, "accept", accept_everything),
     "the last of a draft is accepted always": patched(speculative, "accept", accept_the_last),
-    "the residual is p": patched(speculative, "residual", lambda p, q: p),
+    "the residual is p": patched(speculative, "residual", lambda p, q, factor: p),
     "the draft's noise accepts": patched(speculative, "ACCEPT", DRAFT_DRAW),
     "the bonus by the law before": patched(speculative, "accept", stale_bonus),
 }
