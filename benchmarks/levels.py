@@ -106,10 +106,11 @@ def labelled(rows: list[dict], level: str | None) -> list[dict]:
     if level is None:
         return rows
     settings = LEVELS[MEASURED[level]].environment
-    held = "quickdraft held by " + " ".join(f"{name}={value}" for name, value in settings.items())
+    variables = " ".join(f"{name}={value}" for name, value in settings.items())
+    conditions = f"quickdraft held by {variables}"
     labelled_rows = []
     for row in rows:
-        note = f"{row['note']}; {held}".removeprefix("; ")
+        note = f"{row['note']}; {conditions}".removeprefix("; ")
         if "llama.cpp" in row["note"]:
             words = row["note"].split()
             if newer := [word for word in words if word.startswith(NEWER[level])]:
