@@ -1751,7 +1751,7 @@ def test_page_asks_for_what_is_typed_and_loses_nothing(page):
     page.fill("#most", "")
     page.fill("#prompt", "a dog " * 2000)
     page.locator("#prompt").press("Enter")
-    expect(page.locator("article.error")).to_contain_text("positions")
+    expect(page.locator("article.error")).to_contain_text("maximum context length")
     assert "max_tokens" not in bodies[3] and page.locator("article.user").count() == 1
     assert page.locator("#prompt").input_value() == "a dog " * 2000
 
@@ -2186,7 +2186,7 @@ def test_page_stops_shows_errors_and_fits_a_phone(page, plain_answer):
     )
     page.fill("#prompt", "a dog " * 2000)
     page.keyboard.press("Enter")
-    expect(page.locator("article.error")).to_contain_text("positions")
+    expect(page.locator("article.error")).to_contain_text("maximum context length")
     for width, scheme in ((390, "dark"), (1000, "light")):
         page.set_viewport_size({"width": width, "height": 760})
         page.emulate_media(color_scheme=scheme)
