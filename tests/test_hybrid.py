@@ -49,12 +49,15 @@ class Spy:
 
     def __init__(self, engine: Engine):
         self.steps = []
+        self.model_rows = []  # of each step
         plan = engine.plan
 
         def planned(requests, *args):
             step = plan(requests, *args)
             guessed = sorted(request.id for request in step.suffix_requests)
             self.steps.append((step.k, guessed, step.runs_model, len(requests)))
+            rows = [row for row, request in step.requests if request not in step.suffix_requests]
+            self.model_rows.append(rows)
             return step
 
         engine.plan = planned
@@ -252,34 +255,36 @@ def test_greedy_text_is_plain_text_in_batches_of_mixed_rows(kind, models):
     assert min(spy.rounds.values()) > 3, spy.rounds
 
 
-def model_difference(models, num_rows: int) -> float:
+def model_difference(models, num_rows: int, seeds=(2, 3, 4)) -> float:
     """The largest difference of the distributions of a draft in rows that took it to those that the
     same model computes from the text alone, without a cache."""
     target, draft = models
-    drafter = HybridDraft(recorded(ModelDraft)(draft))
-    engine = Engine(target, num_rows, 96, drafter=drafter, speculate_k=3)
     sampling = Sampling(0.3)
     prompts = [PROMPTS[0] * 3, PROMPTS[1], PROMPTS[3] * 2, PROMPTS[2]][:num_rows]
-    options = {"engine": engine, "max_new_tokens": 60, "sampling": sampling}
-    rows_of(target, prompts, seed=1, **options)  # more to look up
-    engine.clear()
-    drafter.model_draft.seen.clear()
-    for cache in (*engine.runner.caches.layers, *engine.drafter.runner.caches.layers):
-        cache.k.fill_(9.0), cache.v.fill_(-9.0)  # so that a position that was skipped shows
-    spy = Spy(engine)
-    rows_of(target, prompts, seed=2, **options)
-    assert spy.rounds["mixed" if num_rows > 1 else "suffix"] > 1
-    model_rounds = [step for step in spy.steps if step[0] and step[2]]
-    worst, num_judged = 0.0, 0
-    for (_, guessed, *_), seen in zip(model_rounds, drafter.model_draft.seen, strict=True):
-        for row, (before, tokens, probs) in enumerate(zip(*seen)):
-            if row in guessed or len(before) > 90:
-                continue
-            text = torch.tensor([before + tokens])
-            logits = draft(text, torch.arange(text.size(1)))[0, len(before) - 1 : -1]
-            worst = max(worst, (sampling.probs(logits) - probs).abs().max().item())
-            num_judged += 1
-    assert num_judged > 9
+    worst, num_judged, num_guessing = 0.0, 0, 0
+    for seed in seeds:
+        drafter = HybridDraft(recorded(ModelDraft)(draft))
+        engine = Engine(target, num_rows, 96, drafter=drafter, speculate_k=3)
+        options = {"engine": engine, "max_new_tokens": 60, "sampling": sampling}
+        rows_of(target, prompts, seed=1, **options)  # more to look up
+        engine.clear()
+        drafter.model_draft.seen.clear()
+        for cache in (*engine.runner.caches.layers, *engine.drafter.runner.caches.layers):
+            cache.k.fill_(9.0), cache.v.fill_(-9.0)  # so that a position that was skipped shows
+        spy = Spy(engine)
+        rows_of(target, prompts, seed=seed, **options)
+        num_guessing += spy.rounds["mixed" if num_rows > 1 else "suffix"]
+        steps = zip(spy.steps, spy.model_rows)
+        model_rows = [rows for (k, _, runs_model, _), rows in steps if k and runs_model]
+        for rows, seen in zip(model_rows, drafter.model_draft.seen, strict=True):
+            for row, (before, tokens, probs) in enumerate(zip(*seen)):
+                if row not in rows or len(before) > 90:
+                    continue
+                text = torch.tensor([before + tokens])
+                logits = draft(text, torch.arange(text.size(1)))[0, len(before) - 1 : -1]
+                worst = max(worst, (sampling.probs(logits) - probs).abs().max().item())
+                num_judged += 1
+    assert num_judged > 9 and num_guessing > 3, (num_judged, num_guessing)
     return worst
 
 
@@ -288,10 +293,13 @@ def model_difference(models, num_rows: int) -> float:
 @pytest.mark.parametrize("num_rows", [pytest.param(1, marks=pytest.mark.attack), 4])
 def test_the_model_keeps_its_cache_while_it_sits_rounds_out(models, num_rows, lag, monkeypatch):
     """And while its row of a mixed batch takes the suffix draft. Rows take that as often as they
-    can, to make gaps."""
+    can, to make gaps. Of four rows that are read late most suffix drafts are refuted, so that none
+    may be left."""
     monkeypatch.setattr(DraftLength, "alpha", 0.001)
     monkeypatch.setattr(clock, "host_lag", lambda device: lag)
     assert model_difference(models, num_rows) < 1e-4
+    if num_rows > 1 and lag:
+        return
     # The negative control: a suffix draft leaves no gap, it says.
     monkeypatch.setattr(Engine, "lacks_positions", lambda self, requests: False)
     assert model_difference(models, num_rows) > 1e-2
