@@ -26,6 +26,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -166,11 +167,18 @@ class PackedWeights(nn.Module):
         gain."""
         if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
             return False
-        if weight.dtype == torch.bfloat16:
-            return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        if weight.dtype == torch.float16:
-            return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-        return weight.dtype == torch.float32 and weight.nbytes >= LARGE_BYTES
+        if weight.dtype == torch.float32:
+            return weight.nbytes >= LARGE_BYTES
+        return multiplies(weight.dtype)
+
+
+def multiplies(dtype: torch.dtype) -> bool:
+    """Does oneDNN multiply numbers of this 16-bit dtype on this machine?"""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float16 and torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
 class PlainWeights(PackedWeights):
@@ -432,6 +440,13 @@ def int8_form(codes: Tensor) -> type[PackedInt8] | None:
     return next((form for form in forms if sums_exactly(form)), None)
 
 
+def reads_int8_faster(num_weights: int) -> bool:
+    """Does this processor read large matrices faster in int8 than in int4? So it is without VNNI
+    instructions, where aten's int4 kernel computes as long as fbgemm reads twice the bytes."""
+    lacks_vnni = not has_tiles() and not sums_exactly(PackedInt8)
+    return num_weights >= LARGE_BYTES and lacks_vnni and sums_exactly(FbgemmInt8)
+
+
 @functools.cache
 def sums_exactly(form: type[PackedInt8]) -> bool:
     """Does this processor add products of the form's digits without overflow? Without VNNI
@@ -502,6 +517,10 @@ def int8_kernel_on_ones(out: int, n: int, dtype: torch.dtype) -> Callable[[Tenso
 # ------------------------------------------------------------------------------------------- int4
 
 INT4_KERNEL = torch.ops.quantized.int4mm_packed_weight_cpu
+KERNEL_CENTER = 8  # the code that aten's int4 kernels take for zero
+# More rows than this are multiplied by slices of unpacked weights: the kernel's cost is per row.
+MAX_INT4_ROWS = 128
+SLICE_WEIGHTS = 2**21  # that are unpacked at once, of 8 MB in float32
 
 
 def int4_kernel_on_ones(out: int, n: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -512,3 +531,64 @@ def int4_kernel_on_ones(out: int, n: int, dtype: torch.dtype) -> Callable[[Tenso
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
     scales = torch.tensor([1.0, 8.0], dtype=dtype).repeat(n // group, out, 1)  # (in / g, out, 2)
     return lambda x: INT4_KERNEL(x, packed, torch.tensor(group), scales)
+
+
+class Int4Block(NamedTuple):
+    """aten's layout of int4 codes: for each block of outputs and each input the bytes with the
+    codes of all outputs, whose `order` (n,) is that of the low halves, then that of the high
+    ones."""
+
+    num_outputs: int
+    order: Tensor
+
+    def codes(self, packed: Tensor) -> Tensor:
+        """Bytes (blocks, K, n / 2) -> codes (K, blocks, n) uint8, the outputs in their order."""
+        halves = packed.transpose(0, 1)  # (K, blocks, n / 2)
+        return torch.cat((halves & 15, halves >> 4), dim=-1)
+
+
+@functools.cache
+def int4_block() -> Int4Block | None:
+    """The layout on this processor, found by packing the numbers of 128 outputs, digit by digit;
+    None if it is another one."""
+    K = 4
+    number = torch.arange(128)[:, None].expand(-1, K)  # (128, K)
+    digits = [number & 15, number >> 4]
+    pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
+    low, high = [pack(digit.int().contiguous(), 1).view(-1) for digit in digits]
+    for n in (16, 32, 64):
+        block = Int4Block(n, torch.arange(n))
+        shape = (-1, K, n // 2)
+        numbers = block.codes(low.view(shape)) + 16 * block.codes(high.view(shape))
+        order = numbers[0, 0].long()  # (n,)
+        first = torch.arange(0, 128, n)[:, None]  # (128 / n, 1) of each block
+        if torch.equal(numbers.long(), (first + order).expand(K, -1, -1)):
+            return Int4Block(n, order)
+    return None
+
+
+def int4_product_by_slices(
+    x: Tensor, packed: Tensor, group: int, scales_and_zeros: Tensor
+) -> Tensor:
+    """x (M, K), aten's packed codes of N outputs, and pairs (K / g, N, 2) -> (M, N): some outputs
+    at a time are unpacked, w = (code - 8) * scale + zero, and multiplied in x's dtype or, where the
+    processor has no products of that, in float32."""
+    block = int4_block()
+    M, K = x.shape
+    n = block.num_outputs
+    blocks = packed.view(-1, K, n // 2)  # (N / n, K, n / 2)
+    pairs = scales_and_zeros.view(K // group, -1, n, 2)
+    dtype = x.dtype if multiplies(x.dtype) else torch.float32
+    inputs = x.to(dtype)
+    y = x.new_empty(M, len(blocks), n)
+    size = max(1, SLICE_WEIGHTS // (K * n))
+    for begin in range(0, len(blocks), size):
+        some = slice(begin, begin + size)
+        codes = block.codes(blocks[some]).float()  # (K, b, n)
+        codes = codes.view(K // group, group, -1, n)  # (K / g, g, b, n)
+        scale, zero = pairs[:, some, block.order].float().unbind(-1)  # (K / g, b, n)
+        weights = torch.addcmul(zero[:, None], codes - KERNEL_CENTER, scale[:, None])
+        weights = weights.to(dtype).view(K, -1)  # (K, b * n)
+        products = (inputs @ weights).to(x.dtype)  # (M, b * n)
+        y[:, some, block.order] = products.view(M, -1, n)
+    return y.flatten(1)  # (M, N / n, n) -> (M, N)

@@ -32,12 +32,12 @@ from weights.formats import (
     release_memory,
     row_chunks,
 )
+from weights.schemes import SCHEMES
 
 # Rows of x up to which a kernel that reads the codes beats unpacking and a plain product.
 MAX_KERNEL_ROWS = 16
 FUSING_DEVICE = "cuda"  # its compiler fuses unpacking, multiplying and summing into one kernel
 KERNEL_LANES = 16  # inputs that a CPU's int8 kernel reads at once, even beyond a row's end
-KERNEL_CENTER = 8  # the code that aten's int4 kernels take for zero
 
 
 class RowsLinear(nn.Module):
@@ -312,6 +312,16 @@ def warn_no_kernel(scheme: str, effect: str) -> None:
     print(f"the matrices in {scheme}: no kernel here reads them; {effect}", file=sys.stderr)
 
 
+@functools.cache
+def note_faster_int8(scheme: str) -> None:
+    """One line on stderr for each scheme."""
+    print(
+        f"the matrices in {scheme}: this processor decodes faster in int8 (--quantize int8), which"
+        " takes up to twice the memory",
+        file=sys.stderr,
+    )
+
+
 class Int8Linear(QuantizedLinear):
     """A Linear of int8 codes with a scale per row, factored out of the product: y = (x @ codes.T) *
     scale.
@@ -372,6 +382,7 @@ class Int4Linear(QuantizedLinear):
     """
 
     operator = None  # set by `prepack` where a kernel fits
+    has_slices = False  # can a CPU unpack some outputs at a time?
 
     def prepack(self):
         device = self.codes.device.type
@@ -383,7 +394,7 @@ class Int4Linear(QuantizedLinear):
         if not has_kernel or (device == "cpu" and self.dtype == torch.float32):
             return super().prepack()
         scale = self.scale.float()
-        zero = self.zero.float() + (KERNEL_CENTER - self.format.center) * scale
+        zero = self.zero.float() + (cpu.KERNEL_CENTER - self.format.center) * scale
         pairs = torch.stack((scale, zero), dim=-1).to(self.dtype)  # (out, in / g, 2)
         pairs = F.pad(pairs, (0, 0, 0, 0, 0, num_outputs - self.out_features))
         pairs = pairs.transpose(0, 1).contiguous()  # (in / g, num_outputs, 2)
@@ -397,6 +408,10 @@ class Int4Linear(QuantizedLinear):
             tiles = math.gcd(self.in_features // 16, 8)
             packed = torch.ops.aten._convert_weight_to_int4pack(code_pairs, tiles)
         else:
+            if self.scheme in SCHEMES and cpu.reads_int8_faster(
+                self.out_features * self.in_features
+            ):
+                note_faster_int8(self.scheme)
             # Inductor lowers aten's own operator to this one, but loses the group size inside a
             # region that is compiled once for many layers (torch 2.13).
             self.operator = cpu.INT4_KERNEL
@@ -409,6 +424,8 @@ class Int4Linear(QuantizedLinear):
             for rows in row_chunks(*self.codes.shape):
                 codes[: self.out_features][rows] = formats.unpack_bits(self.codes[rows], 4)
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+            block = cpu.int4_block()
+            self.has_slices = block is not None and num_outputs % block.num_outputs == 0
             self.free(*self.parts())
         self.register_buffer("packed_codes", packed, persistent=False)
 
@@ -425,6 +442,17 @@ class Int4Linear(QuantizedLinear):
 
     def kernel(self, x: Tensor) -> Tensor:
         return self.operator(x, self.packed_codes, self.kernel_group, self.scales_and_zeros)
+
+    @property
+    def batch_invariant_rows(self) -> int:
+        rows = super().batch_invariant_rows
+        return min(rows, cpu.MAX_INT4_ROWS) if self.has_slices else rows
+
+    def run_kernel(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or not self.has_slices or len(x) <= cpu.MAX_INT4_ROWS:
+            return super().run_kernel(x)
+        parts = (self.packed_codes, self.format.group, self.scales_and_zeros)
+        return cpu.int4_product_by_slices(x, *parts)
 
 
 class MxLinear(QuantizedLinear):
