@@ -356,6 +356,11 @@ class PackedInt8(PackedWeights):
     def find_row_split(cls, weight: Tensor) -> RowSplit:
         return INTEGER_SPLIT
 
+    def product(self, x: Tensor) -> Tensor:
+        """x (M, in) of a float type -> (M, out) float32"""
+        digits, step = to_digits(x, self.digit_bits)
+        return from_digits(self(digits), step, self.digit_bits)
+
     def prepack(self, weight: Tensor) -> Tensor:
         return torch.ops.onednn.qlinear_prepack(weight, None)
 
@@ -425,8 +430,11 @@ class FbgemmInt8(PackedInt8):
         return product(x, 1.0, 64, self.data)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (M, in) uint8 digits -> (M, out) float32"""
-        return super().forward(x.float() - 64) * self.scale
+        """x (M, in) uint8 digits -> (M, out) float32, products with the codes"""
+        return super().forward(x.float() - 64)
+
+    def product(self, x: Tensor) -> Tensor:
+        return super().product(x) * self.scale  # once a row, not once for each of its digits
 
 
 def int8_form(codes: Tensor) -> type[PackedInt8] | None:

@@ -355,9 +355,7 @@ class Int8Linear(QuantizedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         if isinstance(self.packed, PackedInt8):
-            bits = self.packed.digit_bits
-            digits, step = cpu.to_digits(x, bits)
-            return cpu.from_digits(self.packed(digits), step, bits).to(x.dtype)
+            return self.packed.product(x).to(x.dtype)
         if not self.is_packed or self.packed is not None or is_fused(x):
             return super().product(x)
         if x.device.type == "cpu":
