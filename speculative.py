@@ -4,7 +4,8 @@ distribution.
     acceptance, residual, accept    rejection sampling: two formulas, and the decision of every
                                     round, token by token or for the whole block
     speculate                       the whole idea, for one prompt: read it first
-    verify_step                     the same round for the rows of an engine: VERIFY and ACCEPT
+    decode_round                    the step of an engine's batch, of which plain decoding is the
+                                    case K = 0
 
 This file works on logits, distributions and token ids. Drafters are in drafts/, the draft length in
 decoding/draft_length.py. Ranks appear only as `state.broadcast`.
@@ -253,43 +254,77 @@ def speculate(
         decided = torch.cat((draft_tokens[:, :n], token[:, None]), dim=1)  # (1, n + 1)
 
 
-# ---------------------------------------------------------------------------------------- a round
+# ------------------------------------------------------------------------------------ decode_round
 
 
-def verify_step(
+def decode_round(
     model: Transformer,
     caches: Caches,
     state: nn.Module,
-    draft_tokens: Tensor,
-    draft_probs: Tensor,
+    draft_tokens: Tensor | None = None,
+    draft_probs: Tensor | None = None,
 ) -> None:
-    """One pass over the last token and K drafted ones (B, K), drawn from draft_probs (B, K, V),
-    decides 1 to K + 1 tokens of every row. A row of zeros in draft_probs has no draft.
+    """The step of a batch: one pass over the last token of every row and its K drafted ones (B, K),
+    drawn from draft_probs (B, K, V), decides 1 to K + 1 tokens of every row that is not done.
+    Without a draft K = 0, and this is plain decoding. `state` is decoding/state.py's.
 
     The pass overwrites keys and values of all K + 1 positions in every layer, including those of a
-    drafter.
+    drafter. A parked row writes past all attended positions.
     """
-    K = draft_tokens.size(1)
-    draft_tokens = state.broadcast(draft_tokens)
-    state.drafted[:, :K] = draft_tokens
-
-    # VERIFY: the target's distribution at K + 1 positions.
-    ahead = torch.arange(K + 1, device=state.pos.device)
-    pos = state.pos[:, None] + ahead  # (B, K + 1)
-    drafted_pos = pos[:, 1:]
-    state.tokens.scatter_(1, drafted_pos, draft_tokens)  # scratch space, where penalties see them
+    pos = state.pos[:, None]  # (B, 1)
+    if draft_tokens is not None:
+        K = draft_tokens.size(1)
+        pos = pos + torch.arange(K + 1, device=pos.device)  # (B, K + 1)
+        draft_tokens = state.broadcast(draft_tokens)
+        state.tokens.scatter_(
+            1, pos[:, 1:], draft_tokens
+        )  # scratch space, where penalties see them
     tokens = state.tokens.gather(1, pos)  # (B, K + 1)
     logits = model(tokens, pos, caches)  # (B, K + 1, V)
-    processed = state.process_logits(logits, pos)  # (B, K + 1, V)
-    p = sampling.distribution(processed, state.sampling_path, state.values)
+    decide(state, logits, draft_tokens, draft_probs)
 
-    # ACCEPT: n drafted tokens, and the one that follows them.
+
+def decide(
+    state: nn.Module,
+    logits: Tensor,
+    draft_tokens: Tensor | None = None,
+    draft_probs: Tensor | None = None,
+) -> None:
+    """Draw from the logits (B, K + 1, V) of the last token and K drafted ones, as `decode_round`
+    has them, and append what is decided to every row that is not done."""
+    pos = state.pos[:, None]
+    pos = pos + torch.arange(logits.size(1), device=pos.device)  # (B, K + 1)
+    processed = state.process_logits(logits, pos)  # (B, K + 1, V)
     # The token after the accepted ones is drawn with the number that plain decoding would use at
-    # its position. The numbers that accept or reject are this round's own: those past the last
-    # accepted token took part in the decision too, so using them again would bias the text.
-    to_accept = state.noise(drafted_pos, ACCEPT)  # (B, K)
+    # its position.
     to_draw = state.noise(pos + 1)  # (B, K + 1)
-    noise = (to_accept, to_draw)
+    if draft_tokens is None:
+        decided = sampling.sample(processed, state.sampling_path, state.values, to_draw)  # (B, 1)
+        decided = state.broadcast(decided)
+        n = None
+        state.accepted.fill_(-1)
+    else:
+        p = sampling.distribution(processed, state.sampling_path, state.values)
+        n, decided = verify(state, p, to_draw, draft_tokens, draft_probs)  # (B,), (B, K + 1)
+    state.record_logprobs(logits, processed, decided, draft_probs)
+    state.commit(decided, n)
+
+
+def verify(
+    state: nn.Module,
+    p: Tensor,
+    to_draw: Tensor,
+    draft_tokens: Tensor,
+    draft_probs: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`accept` for the rows of a state, by the target's p (B, K + 1, V) and the numbers to_draw (B,
+    K + 1): n (B,), and tokens (B, K + 1) of which the first n + 1 are decided. A row of zeros in
+    draft_probs has no draft."""
+    K = draft_tokens.size(1)
+    # The numbers that accept or reject are this round's own: those past the last accepted token
+    # took part in the decision too, so using them again would bias the text.
+    drafted_pos = state.pos[:, None] + torch.arange(1, K + 1, device=p.device)  # (B, K)
+    noise = (state.noise(drafted_pos, ACCEPT), to_draw)  # (B, K), (B, K + 1)
     # Greedy decoding gains nothing from deciding about a whole block.
     is_greedy = state.sampling_path == sampling.GREEDY
     block = state.verifies_blocks and not is_greedy
@@ -304,11 +339,10 @@ def verify_step(
     decision = torch.cat((n[:, None], token[:, None], overlap), dim=1)
     decision = state.broadcast(decision)
     n, token, overlap = decision.split((1, 1, K), dim=1)
+    state.drafted[:, :K] = draft_tokens
     state.overlap[:, :K] = overlap
     state.accepted.copy_(n[:, 0].long())
     n = n.long().clamp(min=0)  # (B, 1)
-    token = token.long()  # (B, 1)
-    decided = torch.cat((draft_tokens, token), dim=1)  # (B, K + 1)
-    decided = decided.scatter(1, n, token)
-    state.record_logprobs(logits, processed, decided, draft_probs)
-    state.commit(decided, n[:, 0])
+    tokens = torch.cat((draft_tokens, token.long()), dim=1)  # (B, K + 1)
+    decided = tokens.scatter(1, n, token.long())
+    return n[:, 0], decided

@@ -1,15 +1,14 @@
 """An engine: up to B requests at a time on one model, each of which gets the tokens that it would
 get alone.
 
-    decode_step, run_round  advance a batch, held in fixed tensors: by one token, or by a round
     compiled                the only call of torch.compile
     Engine                  slots for requests: add_request, step, abort; warm_up, calibrate
 
 generate.decode is the same loop for one prompt and nothing else; read it first. `Engine.step` is
 this file's center: it runs the prompts that wait, plans one step for the requests that decode,
-launches it, and reads what earlier steps decided. state.py has the tensors that a step changes,
-scheduler.py the requests and slots, runner.py a model with its caches, readback.py how
-decisions reach the host.
+launches it, and reads what earlier steps decided. speculative.decode_round is the step on the
+device. state.py has the tensors that it changes, scheduler.py the requests and slots, runner.py a
+model with its caches, readback.py how decisions reach the host.
 """
 
 import functools
@@ -30,14 +29,14 @@ from decoding.memory import DraftPlan, Memory
 from decoding.options import EngineOptions
 from decoding.readback import Readback, StepResult, seconds_between, step_times, timestamp
 from decoding.runner import PREFILL_CHUNK, ModelRunner, Rows, clear_positions, copy_positions
-from decoding.sampling import Sampling, sample
+from decoding.sampling import Sampling
 from decoding.scheduler import Request, Scheduler, Slot
 from decoding.state import MAX_STOP_IDS, State
 from decoding.statistics import StepRecord, Timing
 from decoding.warmup import calibrate, lengths_to_calibrate, warm_up
 from drafts.base import CustomDraft, Drafter
-from model import Caches, KVCache, Transformer, row_view
-from speculative import verify_step
+from model import KVCache, Transformer, row_view
+from speculative import decide, decode_round
 from tp import lost_contact, ranks_of
 from weights.compiling import compile_options, recompile_options
 from weights.walker import batch_invariant_rows
@@ -46,57 +45,6 @@ from weights.walker import batch_invariant_rows
 # device type; other devices take the default in `prefill`.
 PREFILL_COST = {"cpu": 16}
 PROMPT_LOGITS = 2**24  # of a prompt, computed at once for log-probabilities: 64 MB
-# ------------------------------------------------------------------------------------ decode step
-
-
-def decide(state: State, logits: Tensor) -> None:
-    """Draw the next token of every row from logits (B, V) and advance; finished rows do not
-    change."""
-    processed = state.process_logits(logits[:, None], state.pos[:, None])  # (B, 1, V)
-    noise = state.noise(state.pos[:, None] + 1)[:, 0]  # (B,)
-    token = sample(processed[:, 0], state.sampling_path, state.values, noise)  # (B,)
-    state.accepted.fill_(-1)
-    token = state.broadcast(token)[:, None]  # (B, 1)
-    state.record_logprobs(logits[:, None], processed, token)
-    state.commit(token)
-
-
-def decode_step(model: Transformer, caches: Caches, state: State) -> None:
-    """One token for every row that is not done. A parked row writes past all attended positions."""
-    pos = state.pos[:, None]  # (B, 1)
-    h = model.hidden(state.tokens.gather(1, pos), pos, caches)  # (B, 1, D)
-    decide(state, model.head(h[:, 0]))
-
-
-def run_round(
-    rows,
-    caches: Caches,
-    maybe_compile: Callable,
-    forced_tokens: Tensor | None = None,
-) -> object:
-    """Decide 1 to K + 1 tokens of every one of the `rows` (decoding/runner.py), K = state.k.
-    Returns a timestamp, taken when drafting has ended and verification begins.
-
-    `forced_tokens` (B, K) replace the drafted ones. A row's draft ends where drafter.rows_to_draft
-    does; without any it is decided as in plain decoding.
-    """
-    state, target, drafter = rows
-    # SPECULATE: K tokens for every row, and the distributions that the drafter drew them from.
-    draft_tokens, draft_probs = drafter.propose(state)  # (B, K), (B, K, V)
-    num_drafted = draft_tokens.size(1)
-    assert num_drafted == state.k, f"{num_drafted} tokens were drafted instead of {state.k}"
-    if not state.all_draft or drafter.max_positions < state.parked_pos:
-        may_draft = drafter.rows_to_draft(state)  # (B, K)
-        draft_probs = torch.where(may_draft[..., None], draft_probs, 0)
-    drafted_at = timestamp(draft_tokens.device)
-    if forced_tokens is not None:
-        draft_tokens = forced_tokens
-    state.write_masks(draft_tokens)
-    verify = maybe_compile(verify_step, state, state.k)
-    verify(target.model, caches, state, draft_tokens, draft_probs)
-    drafter.advance(state.accepted.clamp(min=0))
-    return drafted_at
-
 
 # ----------------------------------------------------------------------------------------- engine
 
@@ -528,7 +476,7 @@ class Engine:
             if is_last_chunk:
                 state.length = end
                 state.prepare_step(step.requests)
-                decide(state, self.model.head(h[:, -1]))
+                decide(state, self.model.head(h[:, -1:]))
         except (RuntimeError, ValueError) as error:
             if lost_contact(error):
                 raise
@@ -667,18 +615,35 @@ class Engine:
     def run(
         self, rows: Rows, length: int, k: int = 0, forced_tokens: Tensor | None = None
     ) -> StepResult:
-        """Run one decode step, or a round that drafts k tokens, on rows of at most `length` decided
-        positions. `forced_tokens` (B, k) replaces the drafted tokens."""
-        state = rows.state
-        start = draft_end = timestamp(self.device)
+        """Run one step, which drafts k tokens, on rows of at most `length` decided positions.
+        `forced_tokens` (B, k) replaces the drafted tokens."""
+        state, target, drafter = rows
+        start = drafted = timestamp(self.device)
         state.k = k
         state.length = length + k
-        caches = rows.target.slice_to(length + k)
-        if k == 0:
-            self.maybe_compile(decode_step, state)(self.model, caches, state)
-        else:
-            draft_end = run_round(rows, caches, self.maybe_compile, forced_tokens)
-        return self.result(rows, k, (start, draft_end, timestamp(self.device)))
+        draft = ()
+        if k > 0:
+            tokens, probs = self.propose(rows)
+            drafted = timestamp(self.device)
+            draft = (tokens if forced_tokens is None else forced_tokens, probs)
+            state.write_masks(draft[0])
+        step = self.maybe_compile(decode_round, state, k)
+        step(self.model, target.slice_to(length + k), state, *draft)
+        if k > 0:
+            drafter.advance(state.accepted.clamp(min=0))
+        return self.result(rows, k, (start, drafted, timestamp(self.device)))
+
+    def propose(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """K tokens for every row (B, K), and the distributions (B, K, V) that the drafter drew them
+        from: zeros where a row's draft ends."""
+        state, _, drafter = rows
+        tokens, probs = drafter.propose(state)
+        num_drafted = tokens.size(1)
+        assert num_drafted == state.k, f"{num_drafted} tokens were drafted instead of {state.k}"
+        if not state.all_draft or drafter.max_positions < state.parked_pos:
+            may_draft = drafter.rows_to_draft(state)  # (B, K)
+            probs = torch.where(may_draft[..., None], probs, 0)
+        return tokens, probs
 
     def result(self, rows: Rows, k: int, times: tuple = ()) -> StepResult:
         """Update the drafter, and collect the tensors that the host reads."""

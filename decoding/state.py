@@ -3,7 +3,7 @@
     State       tokens, positions, ends and samplings of each slot; `fill` gives a slot a request,
                 `commit` appends the tokens of a step, `park` takes a slot out
 
-engine.decode_step and speculative.verify_step are the steps that change a State.
+speculative.decode_round is the step that changes a State.
 """
 
 import math

@@ -3,8 +3,8 @@ rows."""
 
 import torch
 
-from decoding.engine import decide
 from decoding.runner import slot_tensors
+from speculative import decide
 
 
 def token_records(timing) -> list[list]:
@@ -45,5 +45,6 @@ def start_all_alike(
         x.copy_(x[:1].clone().expand_as(x))
     state.pos.fill_(n - 1), state.done.fill_(False)
     rows.state.sampling_path = sampling.path
-    decide(rows.state, engine.model.head(h).expand(engine.batch_size, -1))
+    logits = engine.model.head(h).expand(engine.batch_size, -1)  # (B, V)
+    decide(rows.state, logits[:, None])
     engine.result(rows, k=0)

@@ -17,7 +17,7 @@ import decoding.readback as timing
 import weights.compiling as compiling
 from cli.flags import parse_args
 from cli.main import run
-from decoding.engine import Engine, decide
+from decoding.engine import Engine
 from decoding.runner import ModelRunner
 from decoding.sampling import (
     ACCEPT,
@@ -37,7 +37,7 @@ from drafts.target_layers import layer_subset
 from exact.attention import KEY_BLOCK, round_up_length
 from loading.checkpoint import load_model
 from model import visible_keys
-from speculative import verify_step
+from speculative import decide, decode_round
 
 KINDS = [Sampling(0), Sampling(0.9), Sampling(0.7, top_k=20, top_p=0.9)]
 
@@ -185,9 +185,9 @@ def test_finished_rows_freeze():
     start(state, [[1, 2], [3, 4, 5], [6]], 2, {9})
     logits = torch.zeros(3, 10)
     logits[0, 9] = logits[1, 4] = logits[2, 7] = 1.0
-    decide(state, logits)
+    decide(state, logits[:, None])
     assert state.out.flatten().tolist() == [9, 4, 7] and state.done.tolist() == [True, False, False]
-    decide(state, logits)
+    decide(state, logits[:, None])
     assert state.out.flatten().tolist() == [NO_TOKEN, 4, 7] and state.done.tolist() == [
         True,
         True,
@@ -198,7 +198,7 @@ def test_finished_rows_freeze():
         for name, tensor in state.named_buffers()
         if name not in ("out", "tokens")
     }
-    decide(state, logits + torch.randn(3, 10))
+    decide(state, (logits + torch.randn(3, 10))[:, None])
     assert state.out.flatten().tolist() == [NO_TOKEN] * 3
     assert all(torch.equal(getattr(state, name), tensor) for name, tensor in before.items())
     assert state.pos.tolist() == [2, 4, 2]  # beyond it is scratch space
@@ -215,7 +215,7 @@ def test_what_ranks_agree_on_is_what_counts():
     state = State(2, 8, torch.device("cpu"), K=2)
     start(state, [[1, 2], [3]], 5)
     state.broadcast = lambda x: torch.full_like(x, 7)
-    decide(state, torch.zeros(2, 10))
+    decide(state, torch.zeros(2, 1, 10))
     assert state.out.tolist() == [[7, NO_TOKEN, NO_TOKEN]] * 2
     agreed = {
         torch.int64: torch.tensor([[4, 5], [5, 4]]),
@@ -227,7 +227,7 @@ def test_what_ranks_agree_on_is_what_counts():
         seen.append(tokens)
         return torch.zeros(2, 3, 10)
 
-    verify_step(model, None, state, torch.ones(2, 2, dtype=torch.int64), torch.zeros(2, 2, 10))
+    decode_round(model, None, state, torch.ones(2, 2, dtype=torch.int64), torch.zeros(2, 2, 10))
     assert seen[0].tolist() == [[7, 4, 5], [7, 5, 4]]
     assert state.out.tolist() == [
         [4, 9, NO_TOKEN],

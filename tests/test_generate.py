@@ -486,7 +486,8 @@ def test_prefill_gives_the_logits_after_each_prompt(folder_of, monkeypatch):
     found, head = [], model.head
     monkeypatch.setattr(model, "head", lambda h: found.append(head(h)) or found[-1])
     rows_of(model, PROMPTS, max_new_tokens=1)
-    for prompt, (logits,) in zip(PROMPTS, found, strict=True):
+    for prompt, logits in zip(PROMPTS, found, strict=True):
+        logits = logits.flatten()  # (1, 1, V)
         want = plain(torch.tensor([prompt]), torch.arange(len(prompt)))[0, -1]
         torch.testing.assert_close(logits, want, atol=1e-4, rtol=1e-4)
 
