@@ -15,6 +15,7 @@ arXiv:2403.10444 (below: S), for whole blocks. K is L's and S's gamma.
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -154,6 +155,14 @@ def accept(
 # -------------------------------------------------------------------------------------- speculate
 
 
+class Plan(NamedTuple):
+    """What a step asks of a drafter: K tokens for every row, none of which has more than `length`
+    decided tokens."""
+
+    k: int
+    length: int
+
+
 class Text:
     """A batch of one row, for `speculate` and its drafter. The names are those of
     decoding.state.State, so that a drafter serves both."""
@@ -163,16 +172,14 @@ class Text:
         prompt: Sequence[int],
         sampling: Sampling,
         seed: int,
-        k: int,
         S: int,
         device: torch.device,
     ):
-        """A prompt, with room for S tokens in all; a round drafts k of them."""
+        """A prompt, with room for S tokens in all."""
         self.tokens = torch.zeros(1, S, dtype=torch.int64, device=device)  # (1, S)
         self.tokens[0, : len(prompt)] = torch.tensor(prompt)
         self.pos = torch.tensor([len(prompt) - 1], device=device)  # (1,) of the last decided token
         self.seed = torch.tensor([seed], device=device)  # (1,)
-        self.k = k
         self.sampling = sampling
         self.sampling_path = sampling.path
         self.values = sampling.values.to(device)  # (n,)
@@ -225,13 +232,13 @@ def speculate(
     of them, and draw one more. Yields what generate.decode yields: the same greedy tokens, and
     sampled ones of the same distribution.
 
-    drafter.propose(text) returns k tokens (1, k) for the positions after text.pos, and the
+    drafter.propose(text, plan) returns k tokens (1, k) for the positions after text.pos, and the
     distributions (1, k, V) that it drew them from, or zeros for no draft.
     """
     from decoding.runner import ModelRunner
 
     end = len(prompt) + max_new_tokens
-    text = Text(prompt, sampling, seed, k, end + k, target.norm.weight.device)
+    text = Text(prompt, sampling, seed, end + k, target.norm.weight.device)
     runner = ModelRunner(target, 1, end, slack=k + 1)
     # The prompt decides the first token, as in `decode`.
     h = runner.prefill(text.tokens, 0, len(prompt))  # (1, T, D)
@@ -244,7 +251,7 @@ def speculate(
             if token in stop_ids or text.length == end:
                 return
         # DRAFT k tokens, and VERIFY them: what would the target have drawn after each?
-        draft_tokens, q = drafter.propose(text)  # (1, K), (1, K, V)
+        draft_tokens, q = drafter.propose(text, Plan(k, text.length))  # (1, K), (1, K, V)
         tokens = torch.cat((text.last, draft_tokens), dim=1)  # (1, K + 1)
         pos = text.pos[:, None] + torch.arange(k + 1, device=text.pos.device)  # (1, K + 1)
         p = sampling.probs(target(tokens, pos, runner.slice_to(text.length + k)))  # (1, K + 1, V)
@@ -276,12 +283,11 @@ def decode_round(
         K = draft_tokens.size(1)
         pos = pos + torch.arange(K + 1, device=pos.device)  # (B, K + 1)
         draft_tokens = state.broadcast(draft_tokens)
-        state.tokens.scatter_(
-            1, pos[:, 1:], draft_tokens
-        )  # scratch space, where penalties see them
+        # Scratch space, where penalties see them.
+        state.tokens.scatter_(1, pos[:, 1:], draft_tokens)
     tokens = state.tokens.gather(1, pos)  # (B, K + 1)
-    logits = model(tokens, pos, caches)  # (B, K + 1, V)
-    decide(state, logits, draft_tokens, draft_probs)
+    h = model.hidden(tokens, pos, caches)  # (B, K + 1, D)
+    decide(state, model.head(h), draft_tokens, draft_probs)
 
 
 def decide(

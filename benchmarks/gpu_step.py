@@ -29,7 +29,7 @@ from cli.report import attended_bytes, position_bytes, weight_bytes
 from decoding.engine import Engine
 from decoding.readback import seconds_between, synchronize, timestamp
 from decoding.sampling import Sampling
-from drafts.base import Drafter
+from drafts.base import Draft, Drafter
 from loading.config import config_from_hf
 from loading.models import random_model
 from model import Block, Config, Transformer
@@ -194,8 +194,8 @@ class FixedDraft(Drafter):
         # (B, K, V)
         self.register_buffer("probs", F.one_hot(self.tokens, V).float(), persistent=False)
 
-    def propose(self, state):
-        return self.tokens[:, : state.k], self.probs[:, : state.k]
+    def propose(self, batch, plan) -> Draft:
+        return self.proposal(plan.k)
 
 
 class Contender:

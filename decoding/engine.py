@@ -34,9 +34,9 @@ from decoding.scheduler import Request, Scheduler, Slot
 from decoding.state import MAX_STOP_IDS, State
 from decoding.statistics import StepRecord, Timing
 from decoding.warmup import calibrate, lengths_to_calibrate, warm_up
-from drafts.base import CustomDraft, Drafter
+from drafts.base import CustomDraft, Draft, Drafter
 from model import KVCache, Transformer, row_view
-from speculative import decide, decode_round
+from speculative import Plan, decide, decode_round
 from tp import lost_contact, ranks_of
 from weights.compiling import compile_options, recompile_options
 from weights.walker import batch_invariant_rows
@@ -235,6 +235,7 @@ class Engine:
                 self.views[begin, end] = Rows(state, self.runner.row_view(begin, end), drafter)
         rows = self.views[begin, end]
         rows.state.return_logprobs = self.state.return_logprobs
+        rows.drafter.runs_model = True  # unless a plan says otherwise
         return rows
 
     # ------------------------------------------------------------------------------------ requests
@@ -617,33 +618,29 @@ class Engine:
     ) -> StepResult:
         """Run one step, which drafts k tokens, on rows of at most `length` decided positions.
         `forced_tokens` (B, k) replaces the drafted tokens."""
-        state, target, drafter = rows
+        state, target, _ = rows
         start = drafted = timestamp(self.device)
-        state.k = k
         state.length = length + k
         draft = ()
         if k > 0:
-            tokens, probs = self.propose(rows)
+            tokens, probs = self.propose(rows, Plan(k, length))
             drafted = timestamp(self.device)
             draft = (tokens if forced_tokens is None else forced_tokens, probs)
             state.write_masks(draft[0])
         step = self.maybe_compile(decode_round, state, k)
         step(self.model, target.slice_to(length + k), state, *draft)
-        if k > 0:
-            drafter.advance(state.accepted.clamp(min=0))
         return self.result(rows, k, (start, drafted, timestamp(self.device)))
 
-    def propose(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """K tokens for every row (B, K), and the distributions (B, K, V) that the drafter drew them
-        from: zeros where a row's draft ends."""
+    def propose(self, rows: Rows, plan: Plan) -> Draft:
+        """The drafter's proposal, cut off in each row where its draft ends."""
         state, _, drafter = rows
-        tokens, probs = drafter.propose(state)
+        tokens, q = drafter.propose(state, plan)
         num_drafted = tokens.size(1)
-        assert num_drafted == state.k, f"{num_drafted} tokens were drafted instead of {state.k}"
+        assert num_drafted == plan.k, f"{num_drafted} tokens were drafted instead of {plan.k}"
         if not state.all_draft or drafter.max_positions < state.parked_pos:
-            may_draft = drafter.rows_to_draft(state)  # (B, K)
-            probs = torch.where(may_draft[..., None], probs, 0)
-        return tokens, probs
+            may_draft = drafter.rows_to_draft(state, plan.k)  # (B, K)
+            q = torch.where(may_draft[..., None], q, 0)
+        return Draft(tokens, q)
 
     def result(self, rows: Rows, k: int, times: tuple = ()) -> StepResult:
         """Update the drafter, and collect the tensors that the host reads."""

@@ -68,7 +68,6 @@ class State(nn.Module):
         self.sampling_path = GREEDY
         self.broadcast = ranks.broadcast
         self.parked_pos = S
-        self.k = 0  # for drafters: tokens to draft in this round
         self.length = 0  # for drafters: no row has more positions filled after the round
         self.all_draft = True  # of `prepare_step`: may all k tokens of every row be drafted?
         self.constrained = []  # of `prepare_step`: (row, request) pairs with a grammar
@@ -161,9 +160,9 @@ class State(nn.Module):
             masks.fill_(-1)
             masks[: len(allowed)] = allowed
 
-    def positions_to_draft(self) -> Tensor:
+    def positions_to_draft(self, k: int) -> Tensor:
         """(B, k) whether the row's tokens may be drafted there."""
-        ahead = torch.arange(self.k, device=self.pos.device)
+        ahead = torch.arange(k, device=self.pos.device)
         return ahead < self.draft_limit[:, None]
 
     def activate(self, slot: int, num_tokens: int) -> None:

@@ -1,15 +1,17 @@
 """What a drafter is: it proposes K tokens for every row, and says what it drew them from.
 
+    Draft               K tokens of every row, and what they were drawn from
     Drafter             the interface of a drafter; this class drafts nothing
     ModelDraft          a second model with its own cache, or part of the target on the target's
                         cache;  ParallelDraft  one that drafts in one pass
-    CustomDraft         any object with `propose` and `advance`
+    CustomDraft         any object with `propose`
 
 speculative.py verifies what drafters propose, and decoding/engine.py asks for it.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +23,19 @@ from decoding.sampling import DRAFT_DRAW, draw
 from model import Caches, Transformer, row_view
 
 
+class Draft(NamedTuple):
+    """Drafted tokens (B, K) of the positions after a row's last decided one, and the distributions
+    q (B, K, V) float32 that they were drawn from. A row has no draft from where q is zero."""
+
+    tokens: Tensor
+    q: Tensor
+
+
 class Drafter(nn.Module):
-    """The interface of a drafter; this class drafts nothing. `state` is decoding/state.py's: tokens
-    (B, S), pos (B,) the index of the last decided token, done, seed, the sampling's values and
-    sampling_path, k the number of tokens to draft, and broadcast(x), rank 0's x. Positions beyond
-    `pos` are the round's scratch space.
+    """The interface of a drafter; this class drafts nothing. `batch` is decoding/state.py's State:
+    tokens (B, S), pos (B,) the index of the last decided token, done, seed, the sampling's values
+    and sampling_path, and broadcast(x), rank 0's x. Positions beyond `pos` are the round's scratch
+    space. `plan` is a speculative.Plan: k tokens to draft, and the length.
 
     A subclass overrides `propose`, and other methods as needed. It must hand over every token that
     it draws. It may end a draft early, but never because of the token that it has just drawn: to
@@ -74,17 +84,15 @@ class Drafter(nn.Module):
         self.register_buffer("tokens", tokens, persistent=False)
         self.register_buffer("probs", probs, persistent=False)
 
-    def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
-        """Tokens (B, K) for the positions after `pos`, and the distributions (B, K, V) that they
-        were drawn from. A row of zeros has no draft; this class returns zeros for every row.
-        Verification still runs the tokens: here the row's last one, whose states are known to be
-        finite."""
-        last = state.tokens.gather(1, state.pos[:, None])  # (B, 1)
-        return last.expand(-1, state.k), self.probs[:, : state.k]
+    def propose(self, batch: nn.Module, plan) -> Draft:
+        """plan.k tokens for every row. This class drafts none. Verification still runs tokens: here
+        the row's last one, whose states are known to be finite."""
+        last = batch.tokens.gather(1, batch.pos[:, None])  # (B, 1)
+        return Draft(last.expand(-1, plan.k), self.probs[:, : plan.k])
 
-    def proposal(self, k: int) -> tuple[Tensor, Tensor]:
+    def proposal(self, k: int) -> Draft:
         """The first k tokens that were written to `tokens` and `probs`."""
-        return self.tokens[:, :k], self.probs[:, :k]
+        return Draft(self.tokens[:, :k], self.probs[:, :k])
 
     def draft_lengths(self, k: int | str) -> tuple[int, ...]:
         """The numbers of tokens that a round may draft: `k`, or the choices of "auto"."""
@@ -125,15 +133,12 @@ class Drafter(nn.Module):
         host has read?"""
         return request.num_positions < self.max_positions
 
-    def rows_to_draft(self, state: nn.Module) -> Tensor:
-        """(B, K) whether the row's tokens may be drafted there, and whether all of them lie within
+    def rows_to_draft(self, batch: nn.Module, k: int) -> Tensor:
+        """(B, k) whether the row's tokens may be drafted there, and whether all of them lie within
         `max_positions`."""
-        limit = state.draft_limit.clamp(max=state.k)
-        is_within = state.pos + limit < self.max_positions  # (B,)
-        return state.positions_to_draft() & is_within[:, None]
-
-    def advance(self, n_accepted: Tensor) -> None:
-        """The state holds the decision: n_accepted (B,) of the proposal, and one token more."""
+        limit = batch.draft_limit.clamp(max=k)
+        is_within = batch.pos + limit < self.max_positions  # (B,)
+        return batch.positions_to_draft(k) & is_within[:, None]
 
     def observe(self, overlap: float) -> None:
         """Called on the host for each drafted row of a round, with the sum of min(p, q) at its
@@ -190,13 +195,13 @@ class ModelDraft(Drafter):
         zero = torch.zeros((), dtype=torch.int64, device=state.pos.device)
         self.register_buffer("drawn", zero, persistent=False)
 
-    def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
-        caches = self.runner.slice_to(state.length)
+    def propose(self, batch: nn.Module, plan) -> Draft:
+        caches = self.runner.slice_to(plan.length + plan.k)
         self.drawn.zero_()
-        for num_input_tokens in (self.num_input_tokens, *[1] * (state.k - 1)):
-            draw_next = self.maybe_compile(self.draw_next, state, num_input_tokens)
-            draw_next(caches, state, num_input_tokens)
-        return self.proposal(state.k)
+        for num_input_tokens in (self.num_input_tokens, *[1] * (plan.k - 1)):
+            draw_next = self.maybe_compile(self.draw_next, batch, num_input_tokens)
+            draw_next(caches, batch, num_input_tokens)
+        return self.proposal(plan.k)
 
     def draw_next(
         self,
@@ -273,14 +278,13 @@ class ParallelDraft(ModelDraft):
     def passes(self, k: int) -> int:
         return min(k, 1)
 
-    def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
-        num_written = max(state.k, self.num_scratch)
-        length = state.length - state.k + num_written
-        caches = self.runner.slice_to(length)
+    def propose(self, batch: nn.Module, plan) -> Draft:
+        num_written = max(plan.k, self.num_scratch)
+        caches = self.runner.slice_to(plan.length + num_written)
         self.drawn.zero_()
-        draw_all = self.maybe_compile(self.draw_all, state, state.k)
-        draw_all(caches, state, state.k)
-        return self.proposal(state.k)
+        draw_all = self.maybe_compile(self.draw_all, batch, plan.k)
+        draw_all(caches, batch, plan.k)
+        return self.proposal(plan.k)
 
     def draw_all(
         self,
@@ -293,9 +297,8 @@ class ParallelDraft(ModelDraft):
 
 
 class CustomDraft(Drafter):
-    """Any object with `propose(state)` and `advance(n_accepted)`, as a Drafter."""
+    """Any object with `propose(batch, plan)`, as a Drafter."""
 
     def __init__(self, drafter):
         super().__init__()
         self.propose = drafter.propose
-        self.advance = drafter.advance

@@ -16,7 +16,7 @@ from decoding.costs import expected_tokens
 from decoding.draft_length import DECAY, MIN_GAIN, DraftLength
 from decoding.memory import DraftPlan
 from decoding.scheduler import Request
-from drafts.base import ModelDraft
+from drafts.base import Draft, ModelDraft
 from drafts.suffix import END, Acceptance, SuffixDraft
 
 # The model's acceptance is only observed in rounds that run the model. When it is compared with a
@@ -115,27 +115,25 @@ class HybridDraft(SuffixDraft):
             return k, 0.0
         return model_k, expected_tokens(draft_length.alpha, model_k) - 1
 
-    def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
+    def propose(self, batch: nn.Module, plan) -> Draft:
         """A suffix draft that later tokens have refuted leaves its row to the model, if that
         runs."""
-        tokens, probs = super().propose(state)  # (B, K), (B, K, V)
+        tokens, probs = super().propose(batch, plan)  # (B, K), (B, K, V)
         if not self.runs_model:
-            return tokens, probs
-        model_tokens, model_probs = self.model_draft.propose(state)
+            return Draft(tokens, probs)
+        model_tokens, model_probs = self.model_draft.propose(batch, plan)
         has_suffix = probs[:, :1].sum(dim=-1) > 0  # (B, 1)
         self.model_rows.copy_(self.host_model_rows)
-        can_run = self.model_draft.rows_to_draft(state) & self.model_rows[:, None]  # (B, K)
+        may_draft = self.model_draft.rows_to_draft(batch, plan.k)  # (B, K)
+        can_run = may_draft & self.model_rows[:, None]
         probs = torch.where(has_suffix[..., None], probs, can_run[..., None] * model_probs)
         # At the addresses and strides of a compiled verification.
         model_tokens.copy_(torch.where(has_suffix, tokens, model_tokens))
         model_probs.copy_(probs)
-        return model_tokens, model_probs
+        return Draft(model_tokens, model_probs)
 
-    def rows_to_draft(self, state: nn.Module) -> Tensor:
-        return state.positions_to_draft()  # a suffix draft may lie beyond the model's context
-
-    def advance(self, n_accepted: Tensor) -> None:
-        self.runs_model = True  # warm-up and calibration plan nothing, and run the model
+    def rows_to_draft(self, batch: nn.Module, k: int) -> Tensor:
+        return batch.positions_to_draft(k)  # a suffix draft may lie beyond the model's context
 
     def observe(self, overlap: float) -> None:
         self.model_draft.observe(overlap)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafts.base import Drafter
+from drafts.base import Draft, Drafter
 
 BASE = 0x9E3779B97F4A7C15 - 2**64  # odd: its powers do not vanish modulo 2^64
 
@@ -28,8 +28,8 @@ class NgramDraft(Drafter):
         powers[0] = 1
         self.register_buffer("powers", powers.cumprod(dim=0), persistent=False)
 
-    def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
-        return self.proposal(state.k)  # as `update` wrote it
+    def propose(self, batch: nn.Module, plan) -> Draft:
+        return self.proposal(plan.k)  # as `update` wrote it
 
     def update(self, state: nn.Module) -> None:
         S = state.tokens.size(1)

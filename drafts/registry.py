@@ -68,7 +68,7 @@ def find_draft(draft) -> object:
     if draft is None:
         return DraftOptions()
     if not isinstance(draft, str | os.PathLike):
-        if not (hasattr(draft, "propose") and hasattr(draft, "advance")):
+        if not hasattr(draft, "propose"):
             raise ValueError(f"draft = {draft!r:.99} must be a folder, a spec or a drafter")
         return draft
     spec, folder = split_spec(draft) if isinstance(draft, str) else (None, os.fspath(draft))

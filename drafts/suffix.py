@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from decoding import readback
 from decoding.draft_length import DECAY
 from decoding.scheduler import Request, common_prefix
-from drafts.base import Drafter
+from drafts.base import Draft, Drafter
 
 GRAMS = (6, 3, 1)  # lengths of the indexed n-grams; a look-up takes the longest that occurred
 MAX_OCCURRENCES = 32  # of an n-gram; a look-up visits the latest
@@ -214,12 +214,12 @@ class SuffixDraft(Drafter):
             self.pool = [Text(), self.pool[0]]
         self.pool[0].extend(ids)
 
-    def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
+    def propose(self, batch: nn.Module, plan) -> Draft:
         # A pinned copy, because the next step is planned before the device has read this one.
         rows = self.host_rows.pin_memory() if self.draft_rows.is_cuda else self.host_rows
         self.draft_rows.copy_(rows, non_blocking=True)
-        self.maybe_compile(self.align, state, state.k)(state, state.k)
-        return self.proposal(state.k)
+        self.maybe_compile(self.align, batch, plan.k)(batch, plan.k)
+        return self.proposal(plan.k)
 
     def align(self, state: nn.Module, k: int) -> None:
         """Propose the next k tokens of each row's draft, if it agrees with the tokens decided since

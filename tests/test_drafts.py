@@ -257,9 +257,9 @@ def recorded(drafter_class):
             super().__init__(*args)
             self.seen = []
 
-        def propose(self, state):
+        def propose(self, state, plan):
             before = [(row[: int(n) + 1].tolist()) for row, n in zip(state.tokens, state.pos)]
-            tokens, probs = super().propose(state)
+            tokens, probs = super().propose(state, plan)
             self.seen.append((before, tokens.tolist(), probs.clone()))  # shared by row views
             return tokens, probs
 

@@ -223,9 +223,11 @@ def test_what_ranks_agree_on_is_what_counts():
     }
     state.broadcast, seen = lambda x: agreed[x.dtype], []
 
-    def model(tokens, pos, caches):
+    def hidden(tokens, pos, caches):
         seen.append(tokens)
         return torch.zeros(2, 3, 10)
+
+    model = SimpleNamespace(hidden=hidden, head=lambda h: h)
 
     decode_round(model, None, state, torch.ones(2, 2, dtype=torch.int64), torch.zeros(2, 2, 10))
     assert seen[0].tolist() == [[7, 4, 5], [7, 5, 4]]
@@ -564,8 +566,8 @@ def test_prompt_lookup_proposes_what_followed_the_latest_match(text_folder):
     model, proposals, N, K = load_model(text_folder, dtype=torch.float32), [], 2, 4
 
     class Recorded(NgramDraft):
-        def propose(self, state):
-            tokens, probs = super().propose(state)
+        def propose(self, state, plan):
+            tokens, probs = super().propose(state, plan)
             text = state.tokens[0, : int(state.pos[0]) + 1].tolist()
             proposals.append((text, tokens[0].tolist(), probs[0].clone()))
             return tokens, probs

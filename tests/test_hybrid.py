@@ -463,9 +463,9 @@ class ChoosesByTheDraw(HybridDraft):
     """Looks at the model's first token and takes the suffix draft where the model had found it
     unlikely: not lossless."""
 
-    def propose(self, state):
-        tokens, probs = (x.clone() for x in super(HybridDraft, self).propose(state))
-        drawn, q = self.model_draft.propose(state)
+    def propose(self, state, plan):
+        tokens, probs = (x.clone() for x in super(HybridDraft, self).propose(state, plan))
+        drawn, q = self.model_draft.propose(state, plan)
         is_unlikely = q[:, 0].gather(1, drawn[:, :1]) < 0.4  # (B, 1)
         takes = is_unlikely & (probs[:, :1].sum(-1) > 0)
         drawn.copy_(torch.where(takes, tokens, drawn))

@@ -524,15 +524,12 @@ class FakeHub:
 
 
 def test_a_draft_may_be_an_object(llm):
-    """A drafts.base.Drafter, or any object with `propose` and `advance`."""
+    """A drafts.base.Drafter, or any object with `propose`."""
 
     class Parrot:
-        def propose(self, state):
-            tokens = state.tokens.gather(1, state.pos[:, None]).expand(-1, state.k)
+        def propose(self, batch, plan):
+            tokens = batch.tokens.gather(1, batch.pos[:, None]).expand(-1, plan.k)
             return tokens, torch.nn.functional.one_hot(tokens, 2048).float()
-
-        def advance(self, n_accepted):
-            pass
 
     prompt = "the cat sat on the mat, the cat sat on the"
     wanted = alone(llm, prompt, **GREEDY)

@@ -384,8 +384,8 @@ class Always(Drafter):
         super().__init__()
         self.id = id
 
-    def propose(self, state):
-        tokens = torch.full((state.pos.size(0), state.k), self.id)
+    def propose(self, state, plan):
+        tokens = torch.full((state.pos.size(0), plan.k), self.id)
         return tokens, torch.nn.functional.one_hot(tokens, CONFIG.vocab_size).float()
 
 

@@ -34,7 +34,7 @@ class OneRow:
         self.engine.add_request(prompt, sampling=Sampling(0), max_new_tokens=S - len(prompt))
         self.request = self.engine.next_prompt()
 
-    def propose(self, text):
+    def propose(self, text, plan):
         engine, request = self.engine, self.request
         state, target, drafter = engine.rows(0, 1)
         length = text.length
@@ -45,17 +45,17 @@ class OneRow:
         state.seed.copy_(text.seed)
         state.values[:] = text.values
         state.done.fill_(False)
-        state.draft_limit.fill_(text.k)
+        state.draft_limit.fill_(plan.k)
         state.sampling_path = text.sampling_path
-        state.k, state.length = text.k, length + text.k
+        state.length = length + plan.k
         if request.num_computed < length - 1:
             target.prefill(state.tokens, request.num_computed, length - 1, engine.chunk)
             request.num_computed = length - 1
         engine.prefill_draft(request.slot, length - 1)
         drafter.expect([request], 0)
         drafter.update(state)
-        tokens, q = drafter.propose(state)
-        return tokens, torch.where(drafter.rows_to_draft(state)[..., None], q, 0)
+        tokens, q = drafter.propose(state, plan)
+        return tokens, torch.where(drafter.rows_to_draft(state, plan.k)[..., None], q, 0)
 
 
 def by_token(*args, block: bool, **options):

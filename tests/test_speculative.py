@@ -511,11 +511,11 @@ class DropsTheUnlikely(ModelDraft):
     """After the draw, a token of low q is thrown away and another drawn in its place: looks
     harmless, is not."""
 
-    def propose(self, state):
-        tokens, probs = super().propose(state)
+    def propose(self, state, plan):
+        tokens, probs = super().propose(state, plan)
         q = probs.gather(2, tokens[..., None])[..., 0]
         again = torch.where(q < 0.3, probs.argmax(-1), tokens)
-        state.tokens.scatter_(1, state.pos[:, None] + 1 + torch.arange(state.k), again)
+        state.tokens.scatter_(1, state.pos[:, None] + 1 + torch.arange(plan.k), again)
         return again, probs
 
 
@@ -567,9 +567,9 @@ PROMPTS = [[5, 9, 17, 5, 9], [40, 3, 59, 12, 7, 60, 20, 12, 7], [8], [4, 4, 4, 4
 class Noise(Drafter):
     """Worse than random: proposes what it knows nothing about, and says so with a confident q."""
 
-    def propose(self, state):
+    def propose(self, state, plan):
         tokens = (
-            state.tokens.gather(1, state.pos[:, None]) * 7 + torch.arange(state.k) * 13 + 5
+            state.tokens.gather(1, state.pos[:, None]) * 7 + torch.arange(plan.k) * 13 + 5
         ) % V
         return tokens, torch.nn.functional.one_hot(tokens, V).float()
 
@@ -581,13 +581,13 @@ class Poison(Noise):
         super().setup(state, k_max, target, prepare)
         self.target = target
 
-    def propose(self, state):
+    def propose(self, state, plan):
         for cache in self.target.caches.layers:
             for row in range(state.pos.size(0)):
                 begin = int(state.pos[row])
-                cache.k[row, :, begin : begin + state.k + 1] = 1e4
-                cache.v[row, :, begin : begin + state.k + 1] = -1e4
-        return super().propose(state)
+                cache.k[row, :, begin : begin + plan.k + 1] = 1e4
+                cache.v[row, :, begin : begin + plan.k + 1] = -1e4
+        return super().propose(state, plan)
 
 
 def pair(windows=(), **changes) -> tuple[Transformer, Transformer]:
@@ -627,12 +627,9 @@ def target_copy(target: Transformer) -> Transformer:
 class PlainObject:
     """The interface and nothing else: no base class."""
 
-    def propose(self, state):
-        tokens = state.tokens.gather(1, state.pos[:, None]).expand(-1, state.k)
+    def propose(self, batch, plan):
+        tokens = batch.tokens.gather(1, batch.pos[:, None]).expand(-1, plan.k)
         return tokens, torch.nn.functional.one_hot(tokens, V).float()
-
-    def advance(self, n_accepted):
-        assert n_accepted.dim() == 1 and n_accepted.min() >= 0
 
 
 DRAFTERS = [

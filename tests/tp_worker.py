@@ -80,12 +80,9 @@ class Unequal:
     def __init__(self, rank: int):
         self.generator = torch.Generator().manual_seed(rank)
 
-    def propose(self, state):
-        tokens = torch.randint(131, (len(state.pos), 3), generator=self.generator)
+    def propose(self, batch, plan):
+        tokens = torch.randint(131, (len(batch.pos), 3), generator=self.generator)
         return tokens, torch.nn.functional.one_hot(tokens, 131).float()
-
-    def advance(self, n_accepted):
-        pass
 
 
 def make_drafter(spec: str | None, model, case: dict, ranks: Ranks):

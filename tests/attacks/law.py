@@ -784,16 +784,16 @@ class Stale(ModelDraft):
 class WrongPosition(PardDraft):
     """q of the position before."""
 
-    def propose(self, state):
-        tokens, probs = super().propose(state)
+    def propose(self, state, plan):
+        tokens, probs = super().propose(state, plan)
         return tokens, probs.roll(1, dims=1)
 
 
 class IgnoresIds(EagleDraft):
     """Tokens by the target's ids, q by the draft's."""
 
-    def propose(self, state):
-        tokens, probs = super().propose(state)
+    def propose(self, state, plan):
+        tokens, probs = super().propose(state, plan)
         return tokens, torch.cat(
             (probs[..., self.model.ids >= 0], probs[..., self.model.ids < 0]), dim=-1
         )
