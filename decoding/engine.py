@@ -26,13 +26,14 @@ from decoding.costs import Costs, costs_at
 from decoding.draft_length import DraftLength
 from decoding.logits import top_logprobs
 from decoding.memory import DraftPlan, Memory
+from decoding.meter import Decided, Meter
 from decoding.options import EngineOptions
-from decoding.readback import Readback, StepResult, seconds_between, step_times, timestamp
+from decoding.readback import Readback, StepResult, timestamp
 from decoding.runner import PREFILL_CHUNK, ModelRunner, Rows, clear_positions, copy_positions
 from decoding.sampling import Sampling
 from decoding.scheduler import Request, Scheduler, Slot
 from decoding.state import MAX_STOP_IDS, State
-from decoding.statistics import StepRecord, Timing
+from decoding.statistics import Timing
 from decoding.warmup import calibrate, lengths_to_calibrate, warm_up
 from drafts.base import CustomDraft, Draft, Drafter
 from model import KVCache, Transformer, row_view
@@ -185,7 +186,7 @@ class Engine:
         self.measured_costs: dict[int, dict[int, Costs]] = {}
         self.has_outgrown_draft = False  # has a text gone beyond the draft's context?
         self.readback = Readback(self.device, self.ranks.timeout_s)
-        self.read_at = 0.0  # time of the last read
+        self.meter = Meter(self.drafter, self.runs_rounds)
 
     def _make_caches(self) -> None:
         """The runner with the model's caches, and the State. The caches hold K extra
@@ -665,31 +666,19 @@ class Engine:
     def receive(self, step: Step, result: StepResult) -> list[tuple[int, int]]:
         """Give each request the tokens that a step decided, and end those whose text ends. Returns
         (request id, token) of each."""
-        now = time.perf_counter()
-        running = [
-            (row, request) for row, request in step.requests if request.finish_reason is None
+        decided = [
+            Decided(row, request, request.receive(result, row))
+            for row, request in step.requests
+            if request.finish_reason is None
         ]
-        record = self.step_record(step, result, running, now)
+        self.meter.record(step, result, decided)
         events = []
-        for row, request in running:
-            if not request.tokens:
-                times = request.prefill_times
-                request.prefill_s = sum(seconds_between(*pair) for pair in times)
-                request.ttft_s = now - request.started
-            if record is not None:
-                request.steps.append(record)
-                request.decode_s += record.seconds
-            ids = request.receive(result, row)
-            if self.runs_rounds:
-                self.record_round(result, row, request, len(ids))
+        for _, request, ids in decided:
             if step.k and step.runs_model:
                 self.count_draft_positions(step, request, len(ids))
             events += [(request.id, id) for id in ids]
             if request.ending is not None:
                 self.finish(request, request.ending)
-        if self.runs_rounds and running:
-            self.observe(step, result, running)
-        self.read_at = now
         return events
 
     def count_draft_positions(self, step: Step, request: Request, num_tokens: int) -> None:
@@ -701,59 +690,6 @@ class Engine:
             num_covered = request.num_positions - self.drafter.num_input_tokens
             num_positions = max(num_positions, num_covered)
         request.slot.num_draft = num_positions
-
-    def record_round(self, result: StepResult, row: int, request: Request, num_tokens: int) -> None:
-        """Record on a request how drafting went in a step that gave it so many tokens."""
-        request.record_drafting(
-            num_tokens,
-            result.accepted[row],
-            result.overlaps_of(row),
-            result.drafted[row],
-            not result.times,
-        )
-
-    def step_record(
-        self, step: Step, result: StepResult, running: Sequence, now: float
-    ) -> StepRecord | None:
-        """The record of a step that was read at `now`; None if it ran the end of a prompt alone."""
-        if not result.times:
-            return None
-        seconds = now - max(step.begin_s, self.read_at)
-        draft_s, verify_s = step_times(result)
-        positions = tuple(request.num_positions for _, request in running)
-        return StepRecord(
-            step.k,
-            seconds,
-            draft_s + step.draft_s,
-            verify_s,
-            positions,
-            step.costs,
-            step.runs_model,
-        )
-
-    def observe(self, step: Step, result: StepResult, running: Sequence) -> None:
-        """Tell the drafter and DraftLength how a step went, memory by memory."""
-        for plan in step.plans:
-            mine = [(row, request) for row, request in running if request in plan.requests]
-            rows = [row for row, _ in mine]
-            drawn = [row for row, request in mine if request not in plan.suffix_requests]
-            if plan.k and drawn:
-                self.observe_round(plan, result, drawn)
-            if rows and result.times:
-                num_tokens = sum(len(result.ids_of(row)) for row in rows)
-                self.drafter.observe_step(plan, num_tokens / len(rows))
-
-    def observe_round(self, plan: DraftPlan, result: StepResult, rows: list[int]) -> None:
-        """Tell the drafter and DraftLength how a round went. `rows`: those that the drafter's model
-        drafted for, or all of them if the drafter has no model."""
-        draft_length = plan.memory.draft_length
-        drafted_rows = [row for row in rows if result.accepted[row] >= 0]
-        draft_length.drafted(len(drafted_rows), len(rows))
-        for row in drafted_rows:
-            overlaps = result.overlaps_of(row)
-            self.drafter.observe(overlaps[0])
-            for overlap in overlaps[: len(result.ids_of(row))]:
-                draft_length.observe(overlap)
 
     # ------------------------------------------------------------------------ before requests come
 
