@@ -1,7 +1,6 @@
 """An engine: up to B requests at a time on one model, each of which gets the tokens that it would
 get alone.
 
-    compiled                the only call of torch.compile
     Engine                  slots for requests: add_request, step, abort; warm_up, calibrate
 
 generate.decode is the same loop for one prompt and nothing else; read it first. `Engine.step` is
@@ -14,7 +13,7 @@ model with its caches, readback.py how decisions reach the host.
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -39,7 +38,7 @@ from drafts.base import CustomDraft, Draft, Drafter
 from model import KVCache, Transformer, row_view
 from speculative import Plan, decide, decode_round
 from tp import lost_contact, ranks_of
-from weights.compiling import compile_options, recompile_options
+from weights.compiling import StepCompiler, compiled
 from weights.walker import batch_invariant_rows
 
 # The least that a prefill chunk costs, in tokens: reading the weights dominates a shorter one. By
@@ -66,38 +65,6 @@ def as_drafter(drafter) -> Drafter:
     if drafter is None:
         return Drafter()
     return drafter if isinstance(drafter, Drafter) else CustomDraft(drafter)
-
-
-def compiled(function: Callable, device: torch.device, prompts: bool = False) -> Callable:
-    """`function` as one graph with static shapes, except for dimensions marked dynamic. On a GPU
-    steps are replayed as CUDA graphs; prompts have too many lengths for that."""
-    options = compile_options(device, prompts)
-    return torch.compile(
-        function, fullgraph=True, dynamic=False, options=options, **recompile_options()
-    )
-
-
-class StepCompiler:
-    """The compiled forms of an engine's steps, or without `compile` the steps as they are. It does
-    not refer to its engine, so drafters may keep it."""
-
-    def __init__(self, device: torch.device, compile: bool):
-        self.device = device
-        self.compile = compile
-        self.steps: dict[tuple, Callable] = {}
-
-    def __call__(self, function: Callable, state: State, *static) -> Callable:
-        """The function, or its compiled form for the state's sampling path and number of rows, for
-        whether it records log-probabilities, and for `static`. A method is compiled once for all
-        row views of its object."""
-        if not self.compile:
-            return function
-        unbound = getattr(function, "__func__", function)
-        instance = getattr(function, "__self__", None)
-        key = (unbound, state.sampling_path, state.return_logprobs, len(state.pos), *static)
-        if key not in self.steps:
-            self.steps[key] = compiled(unbound, self.device)
-        return self.steps[key] if instance is None else functools.partial(self.steps[key], instance)
 
 
 class Step(NamedTuple):

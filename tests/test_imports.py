@@ -115,7 +115,7 @@ def test_nothing_is_rebound():
                     called,
                 )
                 compiled += [name] * (called == "torch.compile")
-    assert compiled == ["decoding.engine"]
+    assert compiled == ["weights.compiling"]
 
 
 def test_eight_frames_from_main_to_attention(capsys):

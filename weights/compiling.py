@@ -1,6 +1,6 @@
-"""Settings of torch's compiler, and the workarounds for it. `compiled` in
-decoding/engine.py is the only call of torch.compile.
+"""torch's compiler: the only call of it, its settings, and the workarounds for it.
 
+    compiled                    a function as one graph; StepCompiler keeps those of an engine
     compile_options             Inductor's settings for decode steps and for prompts
     recompile_options           keep compiled code per `torch.compile` call instead of per function
     mark_dynamic                let a dimension change without recompiling
@@ -22,6 +22,7 @@ import itertools
 import re
 import threading
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -135,6 +136,38 @@ def compile_options(device: torch.device, prompts: bool) -> dict[str, object]:
     return (
         options | UNCHECKED | {"guard_filter_fn": filter_guards} | isolating_options | gpu_options
     )
+
+
+def compiled(function: Callable, device: torch.device, prompts: bool = False) -> Callable:
+    """`function` as one graph with static shapes, except for dimensions marked dynamic. On a GPU
+    steps are replayed as CUDA graphs; prompts have too many lengths for that."""
+    options = compile_options(device, prompts)
+    return torch.compile(
+        function, fullgraph=True, dynamic=False, options=options, **recompile_options()
+    )
+
+
+class StepCompiler:
+    """The compiled forms of an engine's steps, or without `compile` the steps as they are. It does
+    not refer to its engine, so drafters may keep it."""
+
+    def __init__(self, device: torch.device, compile: bool):
+        self.device = device
+        self.compile = compile
+        self.steps: dict[tuple, Callable] = {}
+
+    def __call__(self, function: Callable, state: nn.Module, *static) -> Callable:
+        """The function, or its compiled form for the state's sampling path and number of rows, for
+        whether it records log-probabilities, and for `static`. A method is compiled once for all
+        row views of its object."""
+        if not self.compile:
+            return function
+        unbound = getattr(function, "__func__", function)
+        instance = getattr(function, "__self__", None)
+        key = (unbound, state.sampling_path, state.return_logprobs, len(state.pos), *static)
+        if key not in self.steps:
+            self.steps[key] = compiled(unbound, self.device)
+        return self.steps[key] if instance is None else functools.partial(self.steps[key], instance)
 
 
 @functools.cache
