@@ -30,7 +30,7 @@ from decoding.options import EngineOptions
 from decoding.readback import Readback, StepResult, timestamp
 from decoding.runner import PREFILL_CHUNK, ModelRunner, Rows, clear_positions, copy_positions
 from decoding.sampling import Sampling
-from decoding.scheduler import Request, Scheduler, Slot
+from decoding.scheduler import Request, Scheduler, Slot, Status
 from decoding.state import MAX_STOP_IDS, State
 from decoding.statistics import Timing
 from decoding.warmup import calibrate, lengths_to_calibrate, warm_up
@@ -325,6 +325,7 @@ class Engine:
         """End a request and free its slot at once. Steps in flight no longer advance the slot, but
         may still write positions past its text."""
         request.finish_reason = reason
+        request.status = Status.FINISHED
         if request.slot is None:
             self.scheduler.waiting.remove(request)
         else:
@@ -359,7 +360,7 @@ class Engine:
             plans = self.plan_drafts(requests)
             if any(plan.k for plan in plans) and self.lacks_positions(requests):
                 events += self.read(0)
-                requests = [request for request in requests if request.finish_reason is None]
+                requests = self.scheduler.decoding()
                 if not requests:
                     return events
                 for request in requests:
@@ -389,6 +390,7 @@ class Engine:
         self.scheduler.waiting.clear()
         for request in self.requests.values():
             request.finish_reason = request.finish_reason or "abort"
+            request.status = Status.FINISHED
             request.error = request.error or error
         self.requests.clear()
         for slot in self.scheduler.slots:
@@ -429,7 +431,7 @@ class Engine:
         cost = max(end - request.num_computed, min_cost)
         is_last_chunk = end == request.num_positions
         if is_last_chunk:
-            request.is_active = True
+            request.status = Status.DECODING
             self.state.activate(slot.index, end)
             lacks_one = request.num_computed == end - 1
             if lacks_one and end > 1 and len(self.requests) > 1 and not self.runs_rounds:
@@ -636,7 +638,7 @@ class Engine:
         decided = [
             Decided(row, request, request.receive(result, row))
             for row, request in step.requests
-            if request.finish_reason is None
+            if request.status is not Status.FINISHED
         ]
         self.meter.record(step, result, decided)
         events = []

@@ -1,6 +1,7 @@
 """Requests and slots: the waiting line, the choice of a slot, and the reuse of computed positions.
 
-    Request             a prompt with its settings, its tokens, and how far it has come
+    Request             a prompt with its settings, its tokens, and how far it has come, which its
+                        Status says
     Slot                a row of the caches: its request, and the ids behind its positions
     Scheduler           the waiting line, and the slot that shares the longest prefix with a new
                         request
@@ -13,6 +14,7 @@ common prefix.
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 from decoding.readback import StepResult
 from decoding.sampling import INVALID, PENALIZED, Sampling
@@ -31,6 +33,15 @@ def common_prefix(first: Sequence[int], *others: Sequence[int]) -> int:
     return length
 
 
+class Status(Enum):
+    """How far a request has come."""
+
+    WAITING = "waiting"  # for a slot
+    PREFILLING = "prefilling"  # chunks of its prompt run
+    DECODING = "decoding"  # steps decide its tokens
+    FINISHED = "finished"  # has a finish_reason
+
+
 @dataclass(eq=False)
 class Request(RequestStatistics):
     """One prompt on its way through an engine: its settings, its tokens, and how far it has come.
@@ -46,6 +57,7 @@ class Request(RequestStatistics):
     grammar: object = None  # of its answer: decoding/grammar.py
     num_prompt_logprobs: int | None = None  # likeliest tokens to record of the prompt; None: none
 
+    status: Status = Status.WAITING
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     error: Exception | None = None
@@ -55,7 +67,6 @@ class Request(RequestStatistics):
     # Positions that are known to be finite there: a NaN reaches all positions of its chunk, since
     # a masked NaN still makes 0 * NaN = NaN.
     num_finite: int = 0
-    is_active: bool = False  # do steps decide its tokens?
     num_launched: int = 0  # a lower bound on the tokens that the launched steps decide
     # Has a step been launched that did not draft for it? Then the draft's own cache lacks more than
     # the first pass of a round computes.
@@ -160,12 +171,13 @@ class Scheduler:
         return [
             request
             for request in self.running
-            if request.is_active and request.num_launched < request.max_new_tokens
+            if request.status is Status.DECODING and request.num_launched < request.max_new_tokens
         ]
 
     def prefilling(self) -> Request | None:
         """A request whose prompt has started and not finished."""
-        return next((request for request in self.running if not request.is_active), None)
+        prompts = (request for request in self.running if request.status is Status.PREFILLING)
+        return next(prompts, None)
 
     def admit(self) -> tuple[Request, Slot, int] | None:
         """Give the first waiting request a free slot. Returns (request, the slot to copy its prefix
@@ -182,6 +194,7 @@ class Scheduler:
         slot.num_draft = min(source.num_draft, num_shared[source])
         slot.request = request
         request.slot = slot
+        request.status = Status.PREFILLING
         return request, source, num_shared[source]
 
     def count_shared(self, request: Request) -> dict[Slot, int]:
