@@ -35,8 +35,8 @@ from loading.files import complete_folder, read_json
 from loading.saving import save_model
 from loading.tokenizer import Tokenizer, copy_files, load_tokenizer
 from model import Transformer
-from scripts.distill_draft import adamw, learning_rate, update
-from scripts.draft_text import END, Windows, log, read_documents
+from scripts.distill.distill_draft import adamw, learning_rate, update
+from scripts.distill.draft_text import END, Windows, log, read_documents
 from weights.walker import pack_model
 
 CONTEXT, BATCH = 256, 8  # tokens of a row, rows of a training step

@@ -1,5 +1,5 @@
-"""Train the demo target that ships with the repository, checkpoints/demo; scripts/distill_draft.py
-makes its draft.
+"""Train the demo target that ships with the repository, checkpoints/demo;
+scripts.distill_draft makes its draft.
 
     python -m benchmarks.train_demo --text tinystories_train.txt --heldout tinystories_heldout.txt
 
@@ -34,7 +34,7 @@ from loading.config import config_from_hf
 from loading.files import write_atomically
 from loading.saving import save_model
 from model import Transformer
-from scripts.distill_draft import adamw, init_weights, learning_rate, update
+from scripts.distill.distill_draft import adamw, init_weights, learning_rate, update
 
 BOS, EOS, END_OF_STORY = 1, 2, "<|endoftext|>"
 # Every input dimension divides by 32 after a split over 4 ranks, so that no quantization group is

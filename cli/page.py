@@ -1,5 +1,5 @@
-"""Tokens of answers on a page: --report's file, and the script and style that scripts/serve.html
-uses too.
+"""Tokens of answers on a page: --report's file, and the script and style that the server's
+page, scripts/serve/serve.html, uses too.
 
 Token           a token of an answer, with its origin and its round's probabilities
 token_of        an answer's record of a token -> Token

@@ -15,7 +15,7 @@ from weights.schemes import HEAD_HELP, SCHEMES
 
 # Perplexity scores at most this many positions at once; longer windows run in smaller batches.
 MAX_POSITIONS = 2**13
-# scripts/draft_kinds.py has their classes.
+# scripts/distill/draft_kinds.py has their classes.
 DRAFT_KINDS = ("model", "pard", "eagle3", "dflash", "dspark")
 
 

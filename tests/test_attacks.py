@@ -316,7 +316,7 @@ def test_a_server_of_seconds(sabotaged):
 SERVER = """
 import decoding.scheduler as scheduler
 from decoding.engine import Engine
-from scripts.serve import main
+from scripts.serve.serve import main
 SABOTAGE
 main()
 """

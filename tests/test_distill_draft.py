@@ -1,5 +1,5 @@
-"""scripts/distill_draft.py: its report is true of the folder that it writes, and no stop changes
-that folder."""
+"""scripts/distill/distill_draft.py: its report is true of the folder that it writes, and no stop
+changes that folder."""
 
 import contextlib
 import functools
@@ -24,8 +24,8 @@ from loading.models import random_model
 from loading.saving import save_model
 from loading.tokenizer import load_tokenizer
 from model import Transformer
-from scripts import distill_draft, draft_kinds, draft_text
-from scripts.distill_draft import (
+from scripts.distill import distill_draft, draft_kinds, draft_text
+from scripts.distill.distill_draft import (
     Prediction,
     acceptance,
     add_gradients,
@@ -37,8 +37,8 @@ from scripts.distill_draft import (
     parse_args,
     predict,
 )
-from scripts.draft_start import OWN_ROPES, draft_config, init_weights, project_embedding
-from scripts.draft_text import Windows, hide, hold_out, ids_of
+from scripts.distill.draft_start import OWN_ROPES, draft_config, init_weights, project_embedding
+from scripts.distill.draft_text import Windows, hide, hold_out, ids_of
 
 DEMO, CONTEXT = ROOT / "checkpoints" / "demo", 64
 STORIES = ROOT / "checkpoints" / "stories.txt"

@@ -1,5 +1,5 @@
-"""scripts/draft_kinds.py: a kind learns the distributions that its drafter draws from, by the
-float64 twins; the twins and the program read the folders that it writes."""
+"""scripts/distill/draft_kinds.py: a kind learns the distributions that its drafter draws from, by
+the float64 twins; the twins and the program read the folders that it writes."""
 
 import argparse
 import json
@@ -24,8 +24,8 @@ from decoding.sampling import Sampling
 from drafts.dflash import DFlashDraft
 from loading.checkpoint import load_model
 from loading.files import read_json
-from scripts import distill_draft
-from scripts.distill_draft import (
+from scripts.distill import distill_draft
+from scripts.distill.distill_draft import (
     acceptance,
     adamw,
     add_gradients,
@@ -34,8 +34,8 @@ from scripts.distill_draft import (
     init_weights,
     update,
 )
-from scripts.distill_draft import parse_args as distill_args
-from scripts.draft_kinds import KINDS, DSpark, tokens_per_round
+from scripts.distill.distill_draft import parse_args as distill_args
+from scripts.distill.draft_kinds import KINDS, DSpark, tokens_per_round
 from scripts.flags import DRAFT_KINDS
 
 T, DEPTH = 16, 4

@@ -192,7 +192,7 @@ import pytest, torch
 from cli.flags import parse_args
 from cli.main import run
 from decoding.sampling import Sampling, distribution
-from scripts.openai_form import Refusal, read_request
+from scripts.serve.openai_form import Refusal, read_request
 
 
 def texts(*flags):

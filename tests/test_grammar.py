@@ -22,9 +22,9 @@ from decoding.sampling import Sampling
 from drafts.base import ModelDraft
 from drafts.ngram import NgramDraft
 from loading import load_drafter, load_model, load_tokenizer
-from scripts import message_form
-from scripts.check_schemas import check
-from scripts.message_form import CheckedGrammars
+from scripts.serve import message_form
+from scripts.serve.check_schemas import check
+from scripts.serve.message_form import CheckedGrammars
 
 pytestmark = pytest.mark.attack
 DEMO = ROOT / "checkpoints" / "demo"

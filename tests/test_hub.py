@@ -19,7 +19,9 @@ from conftest import ROOT
 
 import cli.quantize as quantize_command
 from cli import flags
-from scripts import distill_draft, eval_lm, perplexity, serve
+from scripts import eval_lm, perplexity
+from scripts.distill import distill_draft
+from scripts.serve import serve
 
 pytest.importorskip("huggingface_hub")
 

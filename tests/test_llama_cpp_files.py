@@ -298,8 +298,8 @@ def test_the_server_reads_the_calls_that_templates_write(models):
     """The call of an answer, as transformers renders it, comes back; the server refuses tools for
     all other templates."""
     from decoding.sampling import Sampling
-    from scripts.message_form import MessageForm
-    from scripts.openai_form import Refusal, read_request
+    from scripts.serve.message_form import MessageForm
+    from scripts.serve.openai_form import Refusal, read_request
 
     words = {word: family for family, words in FAMILIES.items() for word in words}
     body = {"messages": [user("Weather?")], "tools": [WEATHER]}

@@ -111,7 +111,7 @@ def test_text_is_data_and_the_page_needs_no_network(tmp_path, capsys):
 
 
 def test_both_pages_have_the_same_script_and_style():
-    pages = [page(ROOT / name) for name in ("cli/report.html", "scripts/serve.html")]
+    pages = [page(ROOT / name) for name in ("cli/report.html", "scripts/serve/serve.html")]
     for name in ("tokens.js", "tokens.css"):
         assert all((ROOT / "cli" / name).read_text() in html for html in pages)
 
@@ -140,7 +140,7 @@ def test_other_runs_record_nothing(monkeypatch, tmp_path):
     assert records == [False, True]
 
 
-# The elements that scripts/markdown.js makes, as far as it needs them.
+# The elements that scripts/serve/markdown.js makes, as far as it needs them.
 ELEMENTS = """
 class Node {
   constructor(tag) { this.tag = tag; this.parts = []; }
@@ -170,7 +170,7 @@ def test_any_text_is_formatted_in_linear_time_and_without_deep_nesting(tmp_path,
     if node is None:
         pytest.skip("no node on this machine: apt-get install nodejs")
     texts = [frame.replace("TEXT", mark * (40_000 // len(mark))) for mark in MARKS]
-    program = f"""{ELEMENTS}{(ROOT / "scripts" / "markdown.js").read_text()}
+    program = f"""{ELEMENTS}{(ROOT / "scripts" / "serve" / "markdown.js").read_text()}
     const letters = text => text.replace(/https?:|[^a-z]/g, "");
     for (const text of {json.dumps(texts)}) {{
       const nodes = [...within(markdown(text))];

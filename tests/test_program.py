@@ -42,7 +42,7 @@ from generate import LLM
 from loading.checkpoint import load_model
 from loading.target import pick_device
 from loading.tokenizer import load_tokenizer
-from scripts.serve_flags import parse_args as serve_args
+from scripts.serve.serve_flags import parse_args as serve_args
 from weights.linears import check_unpacked
 
 
@@ -1350,7 +1350,7 @@ ANSWERED_FLAGS = {  # words of a command line -> (exit status, what is printed)
     ),
     "generate.py one two": (2, "error: unrecognized arguments: two\n"),
     "generate.py one --prompt two": (2, "error: argument -p/--prompt: not allowed with"),
-    "scripts/serve.py one": (2, "error: PROMPT is about generate.py's own prompts and output"),
+    "scripts/serve one": (2, "error: PROMPT is about generate.py's own prompts and output"),
     "generate.py --dtype int3": (2, "error: argument --dtype: invalid choice: 'int3'"),
     "generate.py --tools nosuch.json": (2, "is not a list, or a file that holds one in JSON\n"),
     "generate.py --temperature -1": (
@@ -1375,10 +1375,10 @@ ANSWERED_FLAGS = {  # words of a command line -> (exit status, what is printed)
         2,
         "error: the following arguments are required: --checkpoint, --output\n",
     ),
-    "scripts/serve.py --help": (0, "All other flags are generate.py's"),
-    "scripts/serve.py --port 70000": (2, "error: --port 70000 must lie between 0 and 65535\n"),
-    "scripts/serve.py --json": (2, "error: --json is about generate.py's own prompts and output"),
-    "scripts/serve.py --top_p 2": (2, "error: top_p = 2.0 must lie in (0, 1]; 1 for no limit\n"),
+    "scripts/serve --help": (0, "All other flags are generate.py's"),
+    "scripts/serve --port 70000": (2, "error: --port 70000 must lie between 0 and 65535\n"),
+    "scripts/serve --json": (2, "error: --json is about generate.py's own prompts and output"),
+    "scripts/serve --top_p 2": (2, "error: top_p = 2.0 must lie in (0, 1]; 1 for no limit\n"),
     "scripts/compare.py --a x": (2, "error: the following arguments are required: --b\n"),
     "scripts/perplexity.py --text x": (
         2,
@@ -1458,7 +1458,7 @@ def test_every_program_names_the_packages_that_it_lacks(file, tmp_path):
         ("scripts.perplexity", "--checkpoint a --text b"),
         ("scripts.compare", "--a= --b="),
         ("scripts.eval_lm", "--checkpoint a --tasks x"),
-        ("scripts.serve", ""),
+        ("scripts.serve.serve", ""),
     ],
 )
 def test_programs_of_one_process_refuse_torchrun(monkeypatch, capsys, tmp_path, program, flags):
@@ -1534,6 +1534,5 @@ def test_generate_runs_with_a_closed_stream(number, text_folder):
 
 
 def test_programs_are_looked_for_where_they_are():
-    assert {"generate.py", "quantize.py", "scripts/serve.py", "benchmarks/bench_gpu.py"} <= {
-        *PROGRAMS
-    }
+    starts = {"generate.py", "quantize.py", "scripts/distill_draft.py", "scripts/serve/__main__.py"}
+    assert {*starts, "benchmarks/bench_gpu.py"} <= {*PROGRAMS}

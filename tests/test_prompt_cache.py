@@ -41,7 +41,7 @@ from drafts.ngram import NgramDraft
 from generate import LLM
 from loading.checkpoint import Checkpoint, load_model
 from model import Block, KVCache
-from scripts.serve_flags import parse_args as server_flags
+from scripts.serve.serve_flags import parse_args as server_flags
 
 COMMON = torch.randint(3, 60, (40,), generator=torch.Generator().manual_seed(2)).tolist()
 PROMPTS = [[*COMMON, 7], [*COMMON, 9, 8, 5, 21, 33, 4, 17, 50, 3, 11], [*COMMON, 9, 8, 6]]

@@ -22,7 +22,7 @@ from test_tool_calls import (  # noqa: F401, the server is a fixture
     server,
 )
 
-from scripts.responses import ResponseStore
+from scripts.serve.responses import ResponseStore
 
 TEXT_TOOLS = [tool["function"] | {"type": "function"} for tool in TOOLS]
 HERMES = "Hermes and Qwen"

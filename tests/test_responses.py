@@ -27,9 +27,9 @@ from test_serve import DEMO, DRAFT, PROMPTS, Running
 
 from decoding.sampling import Sampling
 from loading.tokenizer import load_tokenizer
-from scripts.metrics import METRICS, Metrics
-from scripts.openai_form import Refusal, read_request
-from scripts.responses import (
+from scripts.serve.metrics import METRICS, Metrics
+from scripts.serve.openai_form import Refusal, read_request
+from scripts.serve.responses import (
     CHAT_KEYS,
     ResponseEvents,
     ResponseStore,
@@ -37,7 +37,7 @@ from scripts.responses import (
     read_response_request,
     with_own_param,
 )
-from scripts.serve import parse_body
+from scripts.serve.serve import parse_body
 
 EVENT_TYPES = {
     typing.get_args(event_type.model_fields["type"].annotation)[0]: event_type

@@ -38,11 +38,11 @@ from decoding.sampling import Sampling, uniform
 from generate import LLM
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer
-from scripts import serve, serve_flags
-from scripts.batches import Decoder, Job, Row
-from scripts.openai_form import Answer, Chat, Completion, Event, Refusal, Token, read_request
-from scripts.other_servers import DEFAULTS as OTHER_DEFAULTS
-from scripts.other_servers import LABELS
+from scripts.serve import serve, serve_flags
+from scripts.serve.batches import Decoder, Job, Row
+from scripts.serve.openai_form import Answer, Chat, Completion, Event, Refusal, Token, read_request
+from scripts.serve.other_servers import DEFAULTS as OTHER_DEFAULTS
+from scripts.serve.other_servers import LABELS
 from weights.walker import pack_model
 
 pytestmark = pytest.mark.attack  # half a minute on two cores

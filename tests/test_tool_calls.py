@@ -29,13 +29,13 @@ from loading.chat_messages import message_forms, render_complete
 from loading.chat_templates import ChatTemplate
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer
-from scripts.batches import Decoder
-from scripts.message_form import MessageForm
-from scripts.message_parser import MessageParser
-from scripts.openai_form import Refusal, read_request
-from scripts.serve import Api
-from scripts.serve_flags import parse_args
-from scripts.tool_calls import CALL_FORMATS, THOUGHTS, calls_rule
+from scripts.serve.batches import Decoder
+from scripts.serve.message_form import MessageForm
+from scripts.serve.message_parser import MessageParser
+from scripts.serve.openai_form import Refusal, read_request
+from scripts.serve.serve import Api
+from scripts.serve.serve_flags import parse_args
+from scripts.serve.tool_calls import CALL_FORMATS, THOUGHTS, calls_rule
 
 DEMO = ROOT / "checkpoints" / "demo"
 TURN = "<|turn|>"  # begins every answer

@@ -70,8 +70,8 @@ from exact.products import RowSplit
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer
 from model import Transformer
-from scripts.draft_kinds import default_layer_ids
-from scripts.draft_start import init_weights
+from scripts.distill.draft_kinds import default_layer_ids
+from scripts.distill.draft_start import init_weights
 from weights.formats import SCHEMES
 from weights.walker import pack_model
 

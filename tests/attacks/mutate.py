@@ -159,16 +159,16 @@ TESTS = {
     "cli/report.py": "report experts speculative_cli program -k 'report or bytes or count or json"
     " or statistics'",
     "cli/running.py": "prompt_cache program -k 'half_known or chat or text'",
-    "scripts/batches.py": "serve -m 'attack and not browser'",
+    "scripts/serve/batches.py": "serve -m 'attack and not browser'",
     "scripts/compare.py": "compare live",
-    "scripts/distill_draft.py": "distill_draft draft_kinds",
-    "scripts/draft_kinds.py": "draft_kinds distill_draft",
-    "scripts/draft_start.py": "distill_draft draft_kinds",
-    "scripts/draft_text.py": "distill_draft draft_kinds",
+    "scripts/distill/distill_draft.py": "distill_draft draft_kinds",
+    "scripts/distill/draft_kinds.py": "draft_kinds distill_draft",
+    "scripts/distill/draft_start.py": "distill_draft draft_kinds",
+    "scripts/distill/draft_text.py": "distill_draft draft_kinds",
     "scripts/eval_lm.py": "eval_lm -m attack",
-    "scripts/openai_form.py": "tool_calls responses serve -m 'not browser and not real'",
+    "scripts/serve/openai_form.py": "tool_calls responses serve -m 'not browser and not real'",
     "scripts/perplexity.py": "quantize -k perplexity",
-    "scripts/serve.py": "responses serve -m 'not browser and not real'",
+    "scripts/serve/serve.py": "responses serve -m 'not browser and not real'",
     "scripts/tp_plan.py": "tp -k plan",
 }
 PAIRS = (

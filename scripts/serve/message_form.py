@@ -17,9 +17,9 @@ from pathlib import Path
 
 from decoding.grammar import Grammar, JsonGrammars, grammar_error
 from loading.tokenizer import Tokenizer
-from scripts.message_parser import MessageParser
-from scripts.openai_form import Refusal, TextRequest
-from scripts.tool_calls import CALL_FORMATS, THOUGHTS, answer_grammar, calls_rule, json_rule
+from scripts.serve.message_parser import MessageParser
+from scripts.serve.openai_form import Refusal, TextRequest
+from scripts.serve.tool_calls import CALL_FORMATS, THOUGHTS, answer_grammar, calls_rule, json_rule
 
 PROMPT_END = 16  # tokens, in which a template may begin thoughts
 
@@ -35,16 +35,16 @@ SCHEMA_S = 5  # seconds for one schema
 
 @functools.lru_cache(256)  # agents send the same tools with every request
 def check_schemas(source: str) -> None:
-    """ValueError for what scripts/check_schemas.py finds wrong with a grammar, or if it takes
+    """ValueError for what check_schemas.py finds wrong with a grammar, or if it takes
     longer than SCHEMA_S."""
     try:
         checked = subprocess.run(
-            [sys.executable, "-m", "scripts.check_schemas"],
+            [sys.executable, "-m", "scripts.serve.check_schemas"],
             input=source,
             capture_output=True,
             text=True,
             timeout=SCHEMA_S,
-            cwd=Path(__file__).parents[1],
+            cwd=Path(__file__).parents[2],
         )
     except subprocess.TimeoutExpired:
         message = f"it is not ready for decoding within {SCHEMA_S} s; a smaller one may be"

@@ -1,6 +1,6 @@
 """An answer's text in pieces -> what a message gains: thoughts, content and tool calls.
 
-The marks of scripts/tool_calls.py split the text. Text that may become a mark is held back only as
+The marks of tool_calls.py split the text. Text that may become a mark is held back only as
 long as it may; if it becomes none, it is content, as the model wrote it. The message depends on the
 text alone and not on its pieces.
 """
@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from scripts.tool_calls import compile_marks
+from scripts.serve.tool_calls import compile_marks
 
 MARKS_ALONE = ("begin", "tail", "after")  # modes without text of their own
 JSON_TOKEN = re.compile(r'\\.?|["{}]', re.DOTALL)

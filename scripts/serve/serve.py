@@ -4,18 +4,12 @@ scripts.serve`.
     Api             the paths, on FastAPI and uvicorn; those under /v1 without it too
     run, main       flags, loading, a thread for the connections, signals
 
-The main thread decodes (scripts/batches.py), because compiled code belongs to the thread that
-compiled it; a second thread serves connections. scripts/openai_form.py has the objects of chats and
-completions, scripts/responses.py those of /v1/responses, scripts/metrics.py the metrics,
-scripts/serve.html the page, scripts/serve_flags.py the flags. The server listens on this machine's
+The main thread decodes (batches.py), because compiled code belongs to the thread that
+compiled it; a second thread serves connections. openai_form.py has the objects of chats and
+completions, responses.py those of /v1/responses, metrics.py the metrics,
+serve.html the page, serve_flags.py the flags. The server listens on this machine's
 loopback address unless --host names another; no request can name a path or a file.
 """
-
-if __name__ == "__main__":  # before torch is imported: --help and wrong flags are answered at once
-    from cli.start import answer_flags
-    from scripts.serve_flags import parse_args
-
-    answer_flags(parse_args)
 
 import asyncio
 import copy
@@ -51,7 +45,7 @@ from decoding.validation import check_lengths, check_settings, reason_of
 from loading.chat_messages import join_parts
 from loading.target import pick_device
 from loading.tokenizer import conversation_ids
-from scripts.serve_flags import ServerOptions, parse_args, read_api_key
+from scripts.serve.serve_flags import ServerOptions, parse_args, read_api_key
 
 try:
     import uvicorn
@@ -63,9 +57,9 @@ try:
     from starlette.requests import ClientDisconnect
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    from scripts.batches import Decoder, Job, Row
-    from scripts.message_form import CheckedGrammars, MessageForm
-    from scripts.openai_form import (
+    from scripts.serve.batches import Decoder, Job, Row
+    from scripts.serve.message_form import CheckedGrammars, MessageForm
+    from scripts.serve.openai_form import (
         MAX_TOP_LOGPROBS,
         MIN_SEED,
         Answer,
@@ -75,7 +69,7 @@ try:
         read_request,
         token_counts,
     )
-    from scripts.responses import (
+    from scripts.serve.responses import (
         ResponseEvents,
         ResponseStore,
         read_response_request,
@@ -801,7 +795,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     with exit_on_error():
         status = run(parse_args(argv))
     sys.exit(status)
-
-
-if __name__ == "__main__":
-    main()

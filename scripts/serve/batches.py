@@ -1,4 +1,4 @@
-"""Continuous batching for scripts/serve.py: answers that wait for a slot, and answers that decode.
+"""Continuous batching for serve.py: answers that wait for a slot, and answers that decode.
 
     Job         one HTTP request: the events of its answers reach its connection in order
     Row         one answer: a prompt with settings, then its tokens
@@ -26,8 +26,8 @@ from decoding.scheduler import Request
 from decoding.statistics import Timing
 from generate import LLM
 from loading.tokenizer import Tokenizer
-from scripts.metrics import Metrics
-from scripts.openai_form import Event, Refusal, TextRequest
+from scripts.serve.metrics import Metrics
+from scripts.serve.openai_form import Event, Refusal, TextRequest
 
 # The tokens of one frame are sent together, because an event costs the decoding thread time.
 FRAME_S = 1 / 30

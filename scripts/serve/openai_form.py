@@ -5,7 +5,7 @@ of an answer.
     TextRequest         the keys of a request, with every field of Sampling; Completion and Chat add
                         their own
     read_request        a checked request; a key that this server cannot honour is refused by name,
-                        unless its value asks for nothing (scripts/other_servers.py)
+                        unless its value asks for nothing (other_servers.py)
     Event               the tokens that one step decided for one answer
     Answer              the objects of one request's answers: chunks of a stream, or complete
                         choices
@@ -37,9 +37,9 @@ from cli.page import Token
 from decoding.sampling import Sampling
 from loading.chat_messages import ContentError, join_parts
 from loading.chat_templates import THOUGHTS
-from scripts.message_parser import MessageParser
-from scripts.other_servers import translated
-from scripts.tool_calls import NAME
+from scripts.serve.message_parser import MessageParser
+from scripts.serve.other_servers import translated
+from scripts.serve.tool_calls import NAME
 
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20

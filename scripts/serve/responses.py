@@ -5,7 +5,7 @@
     ResponseEvents      chunks of the chat -> events of the response; the last has it complete
     ResponseStore       the latest responses, for previous_response_id and item_reference
 
-There is no second way to text here: scripts/serve.py streams the chat, whether the response is
+There is no second way to text here: serve.py streams the chat, whether the response is
 streamed or not, so that a response says what the chat would, and a stream what its response says.
 Keys that are not named in this file go to the chat's request, which reads them or refuses them.
 """
@@ -20,8 +20,8 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from scripts.openai_form import Chat, FirstError, Refusal, refusal_of
-from scripts.other_servers import EMPTY, is_among
+from scripts.serve.openai_form import Chat, FirstError, Refusal, refusal_of
+from scripts.serve.other_servers import EMPTY, is_among
 
 MAX_STORED = 512  # responses
 MAX_STORED_BYTES = 2**26

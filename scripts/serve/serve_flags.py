@@ -69,6 +69,7 @@ class ServerOptions:
 
 def parse_args(argv: Sequence[str] | None = None) -> ServerOptions:
     parser = Parser(
+        prog="python -m scripts.serve",
         description="An OpenAI-compatible server, and a page that shows drafting as it happens.",
         allow_abbrev=False,
         epilog="All other flags are generate.py's; they are the defaults of requests. --batch_size"

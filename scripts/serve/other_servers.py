@@ -4,7 +4,7 @@
     DEFAULTS      key -> the values at which a request is as without it
     EQUIVALENT    key -> pairs of a value and the value that this server reads in its place
     RENAMED       key -> the key that this server reads in its place
-    translated    the keys of a request's body that scripts/openai_form.py is to read or to refuse
+    translated    the keys of a request's body that openai_form.py is to read or to refuse
 
 Clients send the defaults of the server that they were written for. A key that this server does not
 have is left out where its value asks for nothing: null, false, 0, empty, 1.0 of a factor or a

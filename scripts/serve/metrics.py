@@ -1,7 +1,7 @@
 """What the server has done since its start, in Prometheus' text format.
 
     METRICS     every metric with its type and its help
-    Metrics     the totals; the decoder adds every answer, scripts/serve.py every refused request
+    Metrics     the totals; the decoder adds every answer, serve.py every refused request
 
 The format: https://prometheus.io/docs/instrumenting/exposition_formats
 """
@@ -47,7 +47,7 @@ class Metrics:
             self.totals.update(amounts)
 
     def add_answer(self, row, outcome: str) -> None:
-        """Count a row of scripts/batches.py that has ended."""
+        """Count a row of batches.py that has ended."""
         self.add({f'answers_total{{outcome="{outcome}"}}': 1})
         if row.request is not None:  # it had a slot
             self.add(amounts_of(row))

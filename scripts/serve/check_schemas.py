@@ -1,6 +1,6 @@
 """Can llguidance follow a grammar to its end? Its words on stdout if it cannot, else nothing.
 
-`python -m scripts.check_schemas <GRAMMAR`: a process of its own, which scripts/serve.py ends when
+`python -m scripts.serve.check_schemas <GRAMMAR`: a process of its own, which serve.py ends when
 it takes too long, since the library cannot be interrupted. GRAMMAR is as JsonGrammars.from_source
 has it. A limit of the library that an answer would reach inside of an object or an array is found
 by beginning an answer with each large one. The tokens are bytes, because limits do not depend on

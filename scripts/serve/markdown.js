@@ -1,6 +1,6 @@
 // Markdown as nodes, in a time that grows with the text's length. A model's text enters the page as text nodes alone, and
 // no part of it is ever parsed as HTML: tags that it writes stay visible text. Of links only http and https become
-// anchors. scripts/serve.html includes this file.
+// anchors. serve.html includes this file.
 
 const MAX_DEPTH = 16;  // of quotes and lists, and again of marks; what stands deeper is text
 

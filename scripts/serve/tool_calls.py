@@ -3,7 +3,7 @@ of its chat template.
 
     CallFormat      a family's calls: `marks` to read them, `head`, `tail` and others to force them
     Thoughts        the texts around a family's thoughts
-    compile_marks   marks -> a regular expression, for scripts/message_parser.py
+    compile_marks   marks -> a regular expression, for message_parser.py
     calls_rule, answer_grammar
                     functions -> the grammar of an answer, for decoding/grammar.py
 

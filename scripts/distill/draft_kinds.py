@@ -35,7 +35,7 @@ from loading.files import save_tensors, write_atomically
 from loading.models import allocate
 from loading.saving import save_model
 from model import AttentionMask, Caches, Config, Transformer, attend
-from scripts.draft_start import embedding_of
+from scripts.distill.draft_start import embedding_of
 
 MAX_MARKOV_RANK = 256  # of DeepSpec's published drafts
 
