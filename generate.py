@@ -31,6 +31,7 @@ import torch
 
 import decoding.validation as validation
 from decoding.answers import Answer, Completion
+from decoding.errors import UserError
 from decoding.logits import penalize_text, process
 from decoding.sampling import INVALID, Sampling, uniform
 from decoding.settings import (
@@ -56,7 +57,7 @@ def decode(
 ) -> Iterator[int]:
     """Prefill the prompt, then decode one token a step: yields new ids up to a stop id, which comes
     last, or up to max_new_tokens. logits_processor(logits (1, 1, V), tokens (1, S), pos (1, 1))
-    returns the logits that the token after `pos` is drawn from. ValueError for a prompt that is
+    returns the logits that the token after `pos` is drawn from. UserError for a prompt that is
     empty or does not fit into the model's context."""
     prompt = [int(id) for id in prompt]
     stop_ids = frozenset(stop_ids)
@@ -82,7 +83,7 @@ def decode(
         # The random number is a hash of the seed and the token's position, without a generator.
         token = sampling.sample(logits, uniform(seeds, pos + 1))  # (1,)
         if token.item() == INVALID:
-            raise ValueError(f"position {length}: the model's logits are not finite")
+            raise UserError(f"position {length}: the model's logits are not finite")
         yield token.item()
         if token.item() in stop_ids:
             return
@@ -102,11 +103,11 @@ def calibrate_auto(engine) -> None:
 
 @contextlib.contextmanager
 def errors_of_prompt(number: int) -> Iterator[None]:
-    """Put the number of a prompt in front of a ValueError that it causes."""
+    """Put the number of a prompt in front of a UserError that it causes."""
     try:
         yield
-    except ValueError as error:
-        raise ValueError(f"prompt {number}: {validation.reason_of(error)}") from None
+    except UserError as error:
+        raise UserError(f"prompt {number}: {validation.reason_of(error)}") from None
 
 
 class LLM:
@@ -140,7 +141,7 @@ class LLM:
         """Load a folder, a GGUF file or a model of the hub. `draft`: one of these, a spec such as
         "ngram", or a drafter of your own (drafts.base.Drafter); batch_size: answers at a time.
         `options` are fields of ModelOptions (quantize, dtype, device, …) and of EngineOptions
-        (speculate_k, compile, cache_type, …). TypeError for a name that is neither, ValueError for
+        (speculate_k, compile, cache_type, …). TypeError for a name that is neither, UserError for
         a value that cannot be used."""
         from decoding.engine import Engine
         from decoding.options import EngineOptions
@@ -162,7 +163,7 @@ class LLM:
         length = min(context, DEFAULT_LENGTH) if max_seq_length is None else max_seq_length
         validation.check_count("max_seq_length", length, 1)
         if not 2 <= length <= context:
-            raise ValueError(
+            raise UserError(
                 f"max_seq_length = {length} must lie between 2 and the model's {context}"
             )
         engine = Engine(model, batch_size, length, drafter=drafter, **engine_options)
@@ -211,9 +212,9 @@ class LLM:
     def generate(self, prompts: Sequence, **settings) -> list[Completion]:
         """The answers to prompts, in their order, decoded as many at a time as the engine has
         slots. Answer i has the seed `seed` + i, and is the one that its prompt alone would get.
-        ValueError names a prompt that fails."""
+        UserError names a prompt that fails."""
         if isinstance(prompts, str):
-            raise ValueError("prompts is one text: give a list of them")
+            raise UserError("prompts is one text: give a list of them")
         seed = settings.pop("seed", 0)
         validation.check_seed(seed)
         answers = []
@@ -236,7 +237,7 @@ class LLM:
     def answer(
         self, prompt, *, max_new_tokens=None, seed: int = 0, stop=(), schema=None, **settings
     ) -> Answer:
-        """An Answer to a prompt, for `start` or `run`. ValueError for a prompt or a setting that
+        """An Answer to a prompt, for `start` or `run`. UserError for a prompt or a setting that
         cannot be used. Another `logits_processor` than the last answer's makes a new engine, which
         has cached and compiled nothing: keep one function for many answers."""
         stop = validation.stop_strings(stop)
@@ -266,17 +267,17 @@ class LLM:
 
     def encode(self, prompt, *, parse_special: bool = False, **template) -> list[int]:
         """The ids of a prompt: text, ids, or messages, for which `template` has tools, prefill and
-        chat_template_kwargs. ValueError for a setting that this kind of prompt does not have."""
+        chat_template_kwargs. UserError for a setting that this kind of prompt does not have."""
         is_text = isinstance(prompt, str)
         if not is_text and (isinstance(prompt, bytes) or not isinstance(prompt, Sequence)):
-            raise ValueError(
+            raise UserError(
                 "a prompt is text, a list of token ids, or a list of messages, not"
                 f" {type(prompt).__name__}"
             )
         is_conversation = not is_text and bool(prompt) and isinstance(prompt[0], dict)
         template = validation.check_template(is_conversation, **template)
         if parse_special and not is_text:
-            raise ValueError("parse_special: only a text can name special tokens")
+            raise UserError("parse_special: only a text can name special tokens")
         with self.tokenizer_lock:
             if is_text:
                 return self.tokenizer.encode(prompt, parse_special=parse_special)
@@ -286,7 +287,7 @@ class LLM:
                 return conversation_ids(self.tokenizer, prompt, **template)
         for id in prompt:
             if not isinstance(id, Integral):
-                raise ValueError(f"{id!r:.99} in a list of token ids is no integer")
+                raise UserError(f"{id!r:.99} in a list of token ids is no integer")
         return list(prompt)
 
     def grammar(self, schema: dict):
@@ -307,7 +308,7 @@ class LLM:
             if logits_processor is old.options.logits_processor:
                 return
             if self.running:
-                raise ValueError(
+                raise UserError(
                     "another logits_processor cannot start while answers are running: wait for"
                     " them, or abort them"
                 )
@@ -330,7 +331,7 @@ class LLM:
         """Add an answer's request to the engine, where it waits for a free slot."""
         with self.lock:
             if answer.engine not in (None, self.engine):
-                raise ValueError(
+                raise UserError(
                     "another logits_processor was asked for before this answer started: make the"
                     " answer again"
                 )

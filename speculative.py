@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import decoding.sampling as sampling
+from decoding.errors import UserError
 from decoding.sampling import (
     ACCEPT,
     INVALID,
@@ -184,7 +185,7 @@ class Text:
         self.sampling_path = sampling.path
         self.values = sampling.values.to(device)  # (n,)
         if sampling.path == PENALIZED:
-            raise ValueError("logit_bias and penalties need an Engine (decoding/engine.py)")
+            raise UserError("logit_bias and penalties need an Engine (decoding/engine.py)")
 
     @property
     def length(self) -> int:
@@ -211,7 +212,7 @@ class Text:
 
     def append(self, token: int) -> None:
         if token == INVALID:
-            raise ValueError(f"position {self.length}: the model's logits are not finite")
+            raise UserError(f"position {self.length}: the model's logits are not finite")
         self.tokens[0, self.length] = token
         self.pos += 1
 

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from decoding.errors import UserError
 from decoding.launcher import launched
 
 # -------------------------------------------------------------------------------------------- plan
@@ -99,7 +100,7 @@ def shard_range(
     rank: int,
     world: int,
 ) -> ShardRange:
-    """The units of rank `rank` of `world`. ValueError names the key that does not divide.
+    """The units of rank `rank` of `world`. UserError names the key that does not divide.
 
     The vocabulary's last shards may be padded. If there are fewer KV heads than ranks, neighbouring
     ranks hold the same head, in the order of its query heads.
@@ -113,7 +114,7 @@ def shard_range(
         head = rank * n // world
         return ShardRange(head, head + 1, 1)
     if n % world:
-        raise ValueError(
+        raise UserError(
             f"{HF_NAMES[units]} = {n} cannot be divided over {world} ranks; it must be a multiple"
             f" of them",
         )
@@ -122,12 +123,12 @@ def shard_range(
 
 
 def check_divisible(config, world: int, group: int = 0) -> None:
-    """ValueError, with both numbers, for sizes that do not divide into `world` shards. `group`:
+    """UserError, with both numbers, for sizes that do not divide into `world` shards. `group`:
     neighbouring inputs that share a scale; 0 if the full row does."""
     if world == 1:
         return
     if config.qk_norm == "full":
-        raise ValueError(
+        raise UserError(
             f"queries are normed over all heads at once and cannot be divided over {world} ranks;"
             f" use one",
         )
@@ -139,7 +140,7 @@ def check_divisible(config, world: int, group: int = 0) -> None:
             local = shard_range(config, units, 0, world)
             num_inputs = local.size * (config.head_dim if units == "n_heads" else 1)
             if spec.dim == 1 and group and num_inputs % group:
-                raise ValueError(
+                raise UserError(
                     f"{name}: {num_inputs * world} inputs over {world} ranks are {num_inputs} each,"
                     f" which splits a group of {group} that share a scale; use fewer ranks, or a"
                     f" scheme with smaller groups"
@@ -304,7 +305,7 @@ class Ranks:
         return payload[0]
 
     def check_same(self, get_values: Callable[[], dict[str, object]]) -> None:
-        """ValueError, on every rank, that names a value that differs from rank 0's. A
+        """UserError, on every rank, that names a value that differs from rank 0's. A
         single process does not call `get_values`."""
         if self.world == 1:
             return
@@ -317,7 +318,7 @@ class Ranks:
         for rank, values in enumerate(values_by_rank):
             for name, value in values_by_rank[0].items():
                 if values.get(name) != value:
-                    raise ValueError(
+                    raise UserError(
                         f"rank {rank} differs from rank 0 in {name}: every rank must be given the"
                         f" same",
                     )
@@ -385,11 +386,11 @@ def connect(model: nn.Module, ranks: Ranks) -> nn.Module:
 
 def local_device(requested: str | None) -> str | None:
     """The device of this rank. Under torchrun that is GPU number LOCAL_RANK of its machine, unless
-    --device is cpu or there is no GPU. ValueError for more ranks on a machine than GPUs."""
+    --device is cpu or there is no GPU. UserError for more ranks on a machine than GPUs."""
     if not launched() or requested == "cpu":
         return requested
     if requested not in (None, "cuda"):
-        raise ValueError(
+        raise UserError(
             f"--device {requested}: with several ranks use cpu or cuda; each rank takes its own GPU"
         )
     # Slurm does not set LOCAL_WORLD_SIZE. Then at least the GPUs up to this rank's must be there.
@@ -399,7 +400,7 @@ def local_device(requested: str | None) -> str | None:
     if requested is None and num_gpus == 0:
         return None
     if num_local > num_gpus:
-        raise ValueError(
+        raise UserError(
             f"--nproc_per_node {num_local}: this machine has {num_gpus} GPUs; start no more ranks"
             f" on it",
         )
@@ -419,11 +420,11 @@ def join(device: torch.device, timeout_s: float) -> Ranks:
     on_gpu = device.type == "cuda"
     options = {"device_id": device} if on_gpu else {}
     # Rank and world size are torchrun's global ones; LOCAL_RANK only chooses the GPU.
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        timeout=datetime.timedelta(seconds=timeout_s),
-        **options,
-    )
+    timeout = datetime.timedelta(seconds=timeout_s)
+    try:
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout, **options)
+    except ValueError as error:  # a variable of torchrun's that another launcher did not set
+        raise UserError(f"{error}; torchrun sets it") from None
     # Store names: a reference to a group would keep its threads alive after `leave`.
     name = dist.group.WORLD.group_name
     host = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT).group_name

@@ -58,6 +58,7 @@ from benchmarks.tables import PAGES, fill
 from benchmarks.workers import READ_NOTE, interleave, quickdraft, race_rows, seconds_of
 from cli.errors import exit_on_error
 from cli.flags import Parser, positive
+from decoding.errors import UserError
 from weights.schemes import SCHEMES
 
 # format -> the GGUF type beside it
@@ -472,7 +473,7 @@ def measure_quality(args) -> list[dict]:
     """The demo model in every scheme, int4-g128 by every method (GPTQ reads --calibration), and
     with an int8 head."""
     if args.text is None or args.calibration is None:
-        raise ValueError("quality needs --text FILE and --calibration FILE")
+        raise UserError("quality needs --text FILE and --calibration FILE")
     demo, rows = str(ROOT / "checkpoints" / "demo"), []
     flags = {"bf16": ["--checkpoint", demo]}
     flags |= {

@@ -34,6 +34,7 @@ from benchmarks.record import list_of, one_of, publish, ratios, row
 from benchmarks.shapes import GPU_SHAPES, K
 from cli.errors import exit_on_error
 from cli.flags import Parser, positive
+from decoding.errors import UserError
 from loading.target import pick_device
 from weights.compiling import GPU_OPTIONS
 from weights.formats import SCHEMES
@@ -453,9 +454,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.device = args.device or pick_device(None)
     if args.device.type != "cuda" and not args.tiny:
-        raise ValueError("needs a CUDA device; --device cpu --tiny tries the program out on a CPU")
+        raise UserError("needs a CUDA device; --device cpu --tiny tries the program out on a CPU")
     if args.output is None:
-        raise ValueError("--output DIR: name a folder for the results")
+        raise UserError("--output DIR: name a folder for the results")
     args.eager = args.eager or args.device.type == "cpu"
     args.stages = args.stages or list(STAGES)
     args.long = LONG_CONTEXT

@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from decoding.errors import UserError
+
 
 class Level(NamedTuple):
     environment: dict[str, str]
@@ -84,13 +86,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def hold(args: argparse.Namespace) -> None:
     """Restart this program with the environment of --level and --llamacpp, unless it has that:
-    libraries read it once, some when they are loaded. ValueError if the processor lacks the
+    libraries read it once, some when they are loaded. UserError if the processor lacks the
     level."""
     environment = dict(os.environ)
     if args.level is not None:
         name = MEASURED[args.level]
         if missing := LEVELS[name].flags - cpu_flags():
-            raise ValueError(f"--level {args.level}: this processor lacks {', '.join(missing)}")
+            raise UserError(f"--level {args.level}: this processor lacks {', '.join(missing)}")
         environment = environment_of(name)
     if args.llamacpp is not None:
         environment["LLAMA_CPP_LIB_PATH"] = str(args.llamacpp.resolve())
@@ -101,7 +103,7 @@ def hold(args: argparse.Namespace) -> None:
 
 def labelled(rows: list[dict], level: str | None) -> list[dict]:
     """The rows with the level before their ids, and in their notes which program was held to it and
-    how. ValueError if llama.cpp's own words, which such a row's note quotes, name newer
+    how. UserError if llama.cpp's own words, which such a row's note quotes, name newer
     instructions."""
     if level is None:
         return rows
@@ -114,7 +116,7 @@ def labelled(rows: list[dict], level: str | None) -> list[dict]:
         if "llama.cpp" in row["note"]:
             words = row["note"].split()
             if newer := [word for word in words if word.startswith(NEWER[level])]:
-                raise ValueError(
+                raise UserError(
                     f"--level {level}: this llama.cpp uses {', '.join(newer)}; give --llamacpp DIR"
                     " with a build for the level"
                 )

@@ -32,6 +32,7 @@ from benchmarks.workers import read_bandwidth
 from cli.errors import silent
 from cli.report import stored_bytes
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.sampling import Sampling
 from loading.checkpoint import load_model
 from loading.config import config_from_hf
@@ -65,7 +66,7 @@ def anonymous_bytes() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
-    raise ValueError("/proc/self/status has no RssAnon: this measurement needs Linux")
+    raise UserError("/proc/self/status has no RssAnon: this measurement needs Linux")
 
 
 def run_here(call: str, num_ranks: int = 1) -> list:

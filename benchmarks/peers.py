@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from benchmarks.pipes import answer_lines
+from decoding.errors import UserError
 
 os.environ.pop("GOMP_SPINCOUNT", None)  # cli/ sets it for this project alone
 
@@ -366,7 +367,7 @@ class LlamaCppClients(Clients):
                 batch.logits[n - 1], outputs[id] = True, n - 1
         batch.n_tokens = n
         if self.api.llama_decode(self.llm.ctx, batch):
-            raise ValueError(f"llama.cpp could not decode a batch of {n} tokens")
+            raise UserError(f"llama.cpp could not decode a batch of {n} tokens")
         events = []
         for id, row in outputs.items():
             logits = np.ctypeslib.as_array(

@@ -24,10 +24,12 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from decoding.errors import UserError
+
 ROOT = Path(__file__).parent.parent
 
 
-class WorkerFailed(ValueError):
+class WorkerFailed(UserError):
     """A worker that ended without an answer."""
 
 
@@ -155,7 +157,7 @@ def in_turn(
 
 def first_byte_s(command: list[str], rounds: int) -> list[float]:
     """Seconds from the start of a program to its first byte on stdout, in processes that end there;
-    one more run, which does not count, comes first. ValueError if the program writes nothing."""
+    one more run, which does not count, comes first. UserError if the program writes nothing."""
     seconds = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
@@ -163,7 +165,7 @@ def first_byte_s(command: list[str], rounds: int) -> list[float]:
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         ) as process:
             if not process.stdout.read(1):
-                raise ValueError(
+                raise UserError(
                     f"a program ended before its first token; this shows its error:"
                     f" {shlex.join(command)}"
                 )

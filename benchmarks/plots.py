@@ -10,6 +10,7 @@ it, needs matplotlib.
 from pathlib import Path
 
 from benchmarks.tables import bits_per_weight
+from decoding.errors import UserError
 from weights.schemes import SCHEMES
 
 COLOURS = {
@@ -22,12 +23,12 @@ RATE_FORMATS = ("bf16", "int8", "int4-g32")
 
 
 def draw(rows: list[dict], file: Path, title: str) -> None:
-    """Write the picture of `rows` (of a results file) to `file`. ValueError where matplotlib is
+    """Write the picture of `rows` (of a results file) to `file`. UserError where matplotlib is
     missing, or where there is nothing to draw."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install -r requirements-dev.txt") from None
+        raise UserError("--plot needs matplotlib: pip install -r requirements-dev.txt") from None
     row_by_id = {row["id"]: row for row in rows}
     panels = []
     for panel in (draw_rates, draw_context, draw_drafts, draw_quality):
@@ -35,7 +36,7 @@ def draw(rows: list[dict], file: Path, title: str) -> None:
         panel(trial, row_by_id)
         panels += [panel] * trial.has_data()
     if not panels:
-        raise ValueError(f"{file}: --plot can draw none of its {len(row_by_id)} rows")
+        raise UserError(f"{file}: --plot can draw none of its {len(row_by_id)} rows")
     figure = Figure(figsize=(0.7 + 4.5 * len(panels), 4.2), layout="constrained", dpi=110)
     for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
         panel(axes, row_by_id)

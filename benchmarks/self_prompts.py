@@ -23,7 +23,7 @@ SLOTS, BATCH, MAX_TOKENS = 64, 512, 80
 
 
 def questions(checkpoint: Path, count: int) -> list[str]:
-    """`count` different questions. ValueError for a model without a chat template."""
+    """`count` different questions. UserError for a model without a chat template."""
     tokenizer = load_tokenizer(checkpoint)
     chats = [
         conversation_ids(tokenizer, [{"role": "user", "content": text}])

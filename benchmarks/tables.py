@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable
 
 from benchmarks.pipes import ROOT
+from decoding.errors import UserError
 from weights.formats import FORMATS, SCHEMES
 
 PAGES = ("README.md", "benchmarks/README.md", "docs/measured.md", "docs/proof.md")
@@ -171,13 +172,13 @@ def markdown(lines: Lines) -> str:
 
 
 def fill(text: str, rows: list[dict]) -> str:
-    """The text with every marked table made from `rows` (of all results files). ValueError for an
+    """The text with every marked table made from `rows` (of all results files). UserError for an
     unknown table."""
     row_by_id = {row["id"]: row for row in rows}
 
     def table(match: re.Match) -> str:
         if match[2] not in TABLES:
-            raise ValueError(f"no table is called {match[2]!r}; there are {', '.join(TABLES)}")
+            raise UserError(f"no table is called {match[2]!r}; there are {', '.join(TABLES)}")
         return match[1] + markdown(TABLES[match[2]](row_by_id)) + match[3]
 
     return MARKED.sub(table, text)

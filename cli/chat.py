@@ -20,6 +20,7 @@ from cli.prompts import Prompt, Row, parsed_lines, template_kwargs
 from cli.report import RowStatistics, decided, rate
 from cli.running import run_interruptibly
 from cli.word_wrap import WordWrap
+from decoding.errors import UserError
 from decoding.sampling import Sampling
 from decoding.settings import DEFAULT_NEW_TOKENS
 from generate import LLM
@@ -61,17 +62,28 @@ def read_message() -> str | None:
     return message
 
 
-def messages_of(line: bytes, file: str) -> list[dict]:
-    """The messages of a line of JSON. ValueError for a line that holds no conversation."""
-    (prompt,) = parsed_lines([line], file)
+# What a name causes that no file can have: a NUL, half of a surrogate pair, the home of nobody.
+NAME_ERRORS = (OSError, ValueError, RuntimeError)
+
+
+def read_file(file: str) -> bytes:
+    try:
+        return Path(file).expanduser().read_bytes()
+    except NAME_ERRORS as error:
+        raise UserError(str(error)) from None
+
+
+def messages_of(lines: bytes, file: str) -> list[dict]:
+    """The messages of the last line of JSON. UserError for a line that holds no conversation."""
+    (prompt,) = parsed_lines(lines.strip().split(b"\n")[-1:], file)
     if isinstance(prompt, str):
-        raise ValueError(prompt)
+        raise UserError(prompt)
     messages = prompt.messages or []
     roles = [message["role"] for message in messages]
     num_opening = roles[:1].count("system")
     roles = roles[num_opening:]
     if not roles or roles != ["user", "assistant"] * (len(roles) // 2):
-        raise ValueError("its last line is no conversation that an assistant has answered")
+        raise UserError("its last line is no conversation that an assistant has answered")
     return messages
 
 
@@ -87,7 +99,7 @@ class Conversation:
         self.opening = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.opening)
         self.has_dropped = False
-        # Now, not at the first message: ValueError for a --system, tools or variables that the
+        # Now, not at the first message: UserError for a --system, tools or variables that the
         # template does not read.
         self.encode(self.opening, "Hello")
 
@@ -114,7 +126,7 @@ class Conversation:
             with Path(file).expanduser().open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
             print_status(f"saved to {file}")
-        except (OSError, ValueError, RuntimeError) as error:  # of names that no file can have
+        except NAME_ERRORS as error:
             print_status(f"error: /save {file!r}: {error}")
 
     def load(self, file: str) -> None:
@@ -122,9 +134,8 @@ class Conversation:
         messages = []
         if self.ranks.rank == 0:
             try:
-                *_, last_line = Path(file).expanduser().read_bytes().strip().split(b"\n")
-                messages = messages_of(last_line, file)
-            except (OSError, ValueError, RuntimeError) as error:
+                messages = messages_of(read_file(file), file)
+            except UserError as error:
                 print_status(f"error: /load {file!r}: {error}")
         messages = self.ranks.broadcast_object(messages)
         if messages:
@@ -169,11 +180,11 @@ class Conversation:
 def chat(llm: LLM, options: Options) -> None:
     """Answer turn after turn until stdin ends. Ctrl-C ends an answer, not the program. A turn
     reuses cached positions up to the first id that differs: a template may rewrite earlier turns.
-    ValueError for a --max_new_tokens that leaves no room for a message."""
+    UserError for a --max_new_tokens that leaves no room for a message."""
     limit = llm.engine.max_seq_length
     requested = options.requests.max_new_tokens or 0
     if requested >= limit:
-        raise ValueError(
+        raise UserError(
             f"--max_new_tokens {requested} must be less than the context's {limit} positions"
         )
     if isinstance(sys.stdin, io.TextIOWrapper):

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from cli.exits import close_stdout, fail
+from decoding.errors import UserError
 from decoding.launcher import check_single_process, launched
 from tp import leave, lost_contact
 
@@ -29,8 +30,9 @@ OLDEST_TORCH = [2, 11]
 
 @contextlib.contextmanager
 def exit_on_error(joins_ranks: bool = False) -> Iterator[None]:
-    """An error that the user can act on is one line and status 2; Ctrl-C is status 130; a closed
-    stdout, as in `program | head`, ends quietly; a bug keeps its traceback.
+    """A UserError, an OSError and a lack of memory are one line and status 2; Ctrl-C is status 130;
+    a closed stdout, as in `program | head`, ends quietly; any other exception is a bug, and keeps
+    its traceback.
 
     SIGTERM ends a program at once; an unfinished file then lies under NAME.partial. Without
     `joins_ranks` the program refuses to be one of several processes of torchrun: each would do all
@@ -52,23 +54,29 @@ def exit_on_error(joins_ranks: bool = False) -> Iterator[None]:
             sys.exit(1)  # the other ranks must not wait for this one
     except (ValueError, OSError, MemoryError) as error:
         fail(error)
+    except UnicodeEncodeError as error:
+        fail(f"{error}: stdout's encoding lacks it; PYTHONIOENCODING=utf-8 has all")
     except RuntimeError as error:
         if lost_contact(error):
             fail(
                 f"lost contact with another rank; if that rank printed an error, it is the cause"
                 f" ({error})"
             )
-        is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
-        if is_out_of_memory or "allocate memory" in str(error):  # a CPU's words
+        if is_out_of_memory(error):
             fail(error)
         raise
     finally:
         leave_ranks()
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Did torch find no memory? On a CPU the words of its error alone say so."""
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
 def check_torch() -> None:
     if [int(part) for part in torch.__version__.split(".")[:2]] < OLDEST_TORCH:
-        raise ValueError(
+        raise UserError(
             f"torch {torch.__version__} is too old: quickdraft needs 2.11 or later, and is"
             " tested up to 2.15"
         )
@@ -134,7 +142,7 @@ def use_threads(num_threads: int | None) -> int:
     """Use --threads, by default torch's number, at most cpu_share(), which local ranks divide.
     Returns the number."""
     if num_threads is not None and num_threads > MAX_THREADS:
-        raise ValueError(f"--threads {num_threads}: at most {MAX_THREADS}")
+        raise UserError(f"--threads {num_threads}: at most {MAX_THREADS}")
     share = cpu_share()
     usual = torch.get_num_threads()
     num_local = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's; Slurm sets no such variable

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from cli.exits import fail, print_status
 from cli.options import Options, OutputOptions, PromptOptions, RequestDefaults, RunOptions
+from decoding.errors import UserError
 from decoding.options import CACHE_NAMES, VERIFICATIONS, EngineOptions
 from decoding.settings import (
     DEFAULT_K,
@@ -329,7 +330,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def options_of(args: argparse.Namespace) -> Options:
-    """The groups of these flags. ValueError for flags that would fail later, or have no effect."""
+    """The groups of these flags. UserError for flags that would fail later, or have no effect."""
     num_logprobs = args.logprobs
     if args.report and num_logprobs is None:
         num_logprobs = 0
@@ -338,7 +339,7 @@ def options_of(args: argparse.Namespace) -> Options:
         batch_size = args.num_samples
     as_json = args.json or args.output is not None
     if num_logprobs is not None and not (as_json or args.report):
-        raise ValueError(f"--logprobs {num_logprobs} needs --json")
+        raise UserError(f"--logprobs {num_logprobs} needs --json")
     k = DEFAULT_K if args.speculate_k is None else args.speculate_k
     model = model_options(args)
     numbers = {name: getattr(args, name) for name in SETTINGS}

@@ -9,6 +9,7 @@ from cli.errors import free_memory
 from cli.options import Options
 from cli.report import cached_bytes
 from decoding.engine import cache_class
+from decoding.errors import UserError
 from loading.checkpoint import Checkpoint
 from loading.draft_types import draft_type_of
 from loading.models import empty_model, pick_dtype
@@ -21,17 +22,17 @@ from tp import ALONE, Ranks
 def check_memory(
     options: Options, device: torch.device, ranks: Ranks, rows: int, length: int
 ) -> None:
-    """ValueError for `rows` rows of `length` positions that cannot fit in the free memory."""
+    """UserError for `rows` rows of `length` positions that cannot fit in the free memory."""
     free = ranks.broadcast_object(free_memory(device))  # measured before any rank loads
     try:
         weights, per_position, max_length = session_bytes(options, device, ranks)
-    except ValueError:
+    except UserError:
         return  # loading reports the faults of files, with their names
     caches = rows * min(length, max_length) * per_position
     if weights + caches <= free:
         return
     sizes = f"weights {weights / 1e9:.4g}, caches {caches / 1e9:.4g}"
-    raise ValueError(
+    raise UserError(
         f"{options.model.source}: needs {(weights + caches) / 1e9:.4g} GB or more ({sizes}),"
         f" but {free / 1e9:.4g} GB of memory are free; smaller weights need less, such as"
         f" --quantize int4-g32, and so do fewer rows or a smaller --max_seq_length"

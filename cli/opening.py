@@ -18,6 +18,7 @@ from cli.prompts import Encoder, Prompt, Row
 from cli.report import cached_bytes
 from cli.running import warm_up
 from decoding.engine import Engine, cache_class
+from decoding.errors import UserError
 from decoding.sampling import PATHS as SAMPLING_PATHS
 from decoding.sampling import Sampling
 from decoding.settings import DEFAULT_LENGTH
@@ -110,15 +111,15 @@ def warm_up_for_later(engine: Engine, sampling: Sampling) -> None:
 
 
 def context_limit(options: Options, config: Config) -> int:
-    """Positions of a row. ValueError for flags that this model cannot serve."""
+    """Positions of a row. UserError for flags that this model cannot serve."""
     longest = config.max_seq_length
     requested = options.run.max_seq_length
     limit = longest if requested is None else requested
     if not 2 <= limit <= longest:  # a prompt and a new token
-        raise ValueError(f"--max_seq_length {limit} must lie between 2 and the model's {longest}")
+        raise UserError(f"--max_seq_length {limit} must lie between 2 and the model's {longest}")
     num_logprobs = options.engine.logprobs or 0
     if num_logprobs > config.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"--logprobs {num_logprobs} is more than the {config.vocab_size} tokens that there are"
         )
     return limit

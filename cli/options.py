@@ -9,7 +9,7 @@ torch.
     QuantizeOptions     what `python quantize.py` makes of a checkpoint
 
 loading/options.py has the groups of the models, decoding/options.py those of the engine. A group
-checks itself; Options checks what lies between groups. Each check is a ValueError that names the
+checks itself; Options checks what lies between groups. Each check is a UserError that names the
 flag.
 """
 
@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from decoding.errors import UserError
 from decoding.launcher import launched
 from decoding.options import EngineOptions
 from decoding.settings import LARGEST_SEED, RANDOM_SEED
@@ -49,12 +50,12 @@ class RequestDefaults:
     def __post_init__(self):
         check_template_kwargs(self.chat_template_kwargs)
         if not RANDOM_SEED <= self.seed < LARGEST_SEED:
-            raise ValueError(
+            raise UserError(
                 f"--seed {self.seed} must lie between 0 and 2^62, or be {RANDOM_SEED} for a random"
                 f" one"
             )
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise ValueError(f"--max_new_tokens {self.max_new_tokens} must be at least 1")
+            raise UserError(f"--max_new_tokens {self.max_new_tokens} must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,10 @@ class PromptOptions:
 
     def __post_init__(self):
         if self.system and not self.interactive:
-            raise ValueError("--system needs --interactive")
+            raise UserError("--system needs --interactive")
         check_writable("prompt_cache", self.cache_file)
         if self.cache_file and launched():
-            raise ValueError("--prompt_cache is one process's: start it without torchrun")
+            raise UserError("--prompt_cache is one process's: start it without torchrun")
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class RunOptions:
 
     def __post_init__(self):
         if not 0 < self.timeout < 1e6:
-            raise ValueError(f"--timeout {self.timeout} must be a positive number of seconds")
+            raise UserError(f"--timeout {self.timeout} must be a positive number of seconds")
 
 
 @dataclass(frozen=True)
@@ -119,28 +120,28 @@ class Options:
     def __post_init__(self):
         self._check_conversation()
         if self.output.report and self.prompts.interactive:
-            raise ValueError("--report does not work with --interactive")
+            raise UserError("--report does not work with --interactive")
         has_k = self.flags.get("speculate_k") is not None and not self.engine.fixed_width_steps
         if self.draft.source is None and (self.output.show_drafts or has_k):
-            raise ValueError("--speculate_k and --show_drafts need --draft_checkpoint or --draft")
+            raise UserError("--speculate_k and --show_drafts need --draft_checkpoint or --draft")
 
     def _check_conversation(self) -> None:
         prompts = self.prompts
         requests = self.requests
         has_template_settings = any(getattr(requests, key) for key in TEMPLATE_KEYS)
         if has_template_settings and not (prompts.interactive or prompts.file):
-            raise ValueError(
+            raise UserError(
                 "--chat_template_kwargs, --tools and --prefill need a conversation: --interactive"
                 " or a --prompt_file of them"
             )
         if requests.parse_special and prompts.interactive:
-            raise ValueError(
+            raise UserError(
                 "--parse_special reads prompts; in --interactive the chat template alone writes"
                 " special tokens"
             )
         has_rows = self.output.json or prompts.num_samples > 1 or (self.run.batch_size or 1) > 1
         if prompts.interactive and has_rows:
-            raise ValueError(
+            raise UserError(
                 "--interactive is one conversation in text: not with --json, --num_samples or"
                 " --batch_size"
             )
@@ -172,24 +173,24 @@ class QuantizeOptions:
             self.head_scheme or self.method != "rtn" or not is_gguf(Path(self.checkpoint))
         ):
             need = "only a .gguf file becomes a folder of plain weights without it"
-            raise ValueError(f"--scheme is missing; {need}")
+            raise UserError(f"--scheme is missing; {need}")
         if self.method != "rtn" and not self.scheme.startswith("int4"):
-            raise ValueError(
+            raise UserError(
                 f"--method {self.method} chooses int4 codes; {self.scheme} takes --method rtn"
             )
         if (self.method == "gptq") != (self.calibration is not None):
-            raise ValueError("--method gptq and --calibration FILE need each other")
+            raise UserError("--method gptq and --calibration FILE need each other")
         if Path(self.output).exists():
-            raise ValueError(f"{self.output}: exists already; remove it or choose another --output")
+            raise UserError(f"{self.output}: exists already; remove it or choose another --output")
 
 
 def check_writable(flag: str, file: str | None) -> None:
-    """ValueError for a file that cannot be written when the run has ended."""
+    """UserError for a file that cannot be written when the run has ended."""
     if file is None:
         return
     path = Path(file)
     if path.is_dir():
-        raise ValueError(f"--{flag} {file} is a folder: name a file in it")
+        raise UserError(f"--{flag} {file} is a folder: name a file in it")
     is_device = path.exists() and not path.is_file()
     if not os.access(path if is_device else path.resolve().parent, os.W_OK):
-        raise ValueError(f"--{flag} {file}: its folder does not exist or cannot be written to")
+        raise UserError(f"--{flag} {file}: its folder does not exist or cannot be written to")

@@ -21,6 +21,7 @@ import decoding.stored_positions as positions
 from cli.exits import print_status
 from cli.options import Options
 from decoding.engine import Engine
+from decoding.errors import UserError
 from loading.adapter import adapter_hash
 from loading.checkpoint import Checkpoint
 from loading.files import open_safetensors, write_atomically
@@ -32,7 +33,7 @@ KEY_VALUE_FLAGS = ("quantize", "quantize_head", "draft_quantize", "kv_cache_dtyp
 
 
 class PromptCache:
-    """The file of --prompt_cache; without the flag nothing happens. ValueError for a file of other
+    """The file of --prompt_cache; without the flag nothing happens. UserError for a file of other
     flags (before a model is loaded) or of other models (after it)."""
 
     def __init__(self, options: Options):
@@ -61,21 +62,21 @@ class PromptCache:
     def refusing(self) -> Iterator[None]:
         try:
             yield
-        except (ValueError, OSError) as error:
+        except (UserError, OSError) as error:
             reason = str(error).removeprefix(f"{self.file}: ")
-            raise ValueError(
+            raise UserError(
                 f"--prompt_cache {self.file}: {reason}; delete it, or name another file"
             ) from None
 
     def check(self, ours: dict[str, str]) -> None:
-        """ValueError names the first entry in which the file differs."""
+        """UserError names the first entry in which the file differs."""
         for name, here in ours.items():
             there = self.metadata.get(name)
             if there != here:
                 difference = f"{there} there, {here} here"
                 if len(difference) >= 120:
                     difference = "another one there than here"
-                raise ValueError(f"{name}: {difference}")
+                raise UserError(f"{name}: {difference}")
 
     def weights(self) -> dict[str, str]:
         """Hashes of the checkpoints' files. Files of the sizes and dates that the cache's metadata

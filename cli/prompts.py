@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from cli.exits import print_status
 from cli.options import TEMPLATE_KEYS, Options, PromptOptions, check_template_kwargs
+from decoding.errors import UserError
 from decoding.sampling import Sampling
 from decoding.settings import (
     LARGEST_SEED,
@@ -124,31 +125,31 @@ LINE_KEYS = {
 
 
 def check_line(fields: dict) -> None:
-    """ValueError for a line's object with a key or a value that cannot be used. Null stands for an
+    """UserError for a line's object with a key or a value that cannot be used. Null stands for an
     absent key."""
     for key, value in fields.items():
         if key not in LINE_KEYS:
-            raise ValueError(f"{key!r}: no such key; there are {', '.join(sorted(LINE_KEYS))}")
+            raise UserError(f"{key!r}: no such key; there are {', '.join(sorted(LINE_KEYS))}")
         is_valid, expected = LINE_KEYS[key]
         if value is not None and not is_valid(value):
-            raise ValueError(f'"{key}": {value!r:.99} must be {expected}')
+            raise UserError(f'"{key}": {value!r:.99} must be {expected}')
 
 
 def prompt_of(fields: dict, location: str) -> Prompt:
     """The Prompt of a line's object: a "prompt" or "messages", and keys that replace flags.
-    ValueError for anything else."""
+    UserError for anything else."""
     check_line(fields)
     fields = {key: value for key, value in fields.items() if value is not None}
     if ("prompt" in fields) == ("messages" in fields):
-        raise ValueError(EXPECTED)
+        raise UserError(EXPECTED)
     if "prompt" in fields and (unused := [key for key in TEMPLATE_KEYS if key in fields]):
-        raise ValueError(
+        raise UserError(
             f'{", ".join(unused)}: only conversations have a template; give "messages" instead'
         )
     if "messages" in fields and "parse_special" in fields:
-        raise ValueError('"parse_special" needs a "prompt": a template writes special tokens alone')
+        raise UserError('"parse_special" needs a "prompt": a template writes special tokens alone')
     check_template_kwargs(fields.get("chat_template_kwargs", {}))
-    Sampling(**{name: fields[name] for name in SETTINGS if name in fields})  # ValueError
+    Sampling(**{name: fields[name] for name in SETTINGS if name in fields})  # checks them
 
     messages = fields.pop("messages", None)
     text = fields.pop("prompt", None) if messages is None else message_text(messages[-1])
@@ -174,13 +175,13 @@ def read_prompts(options: PromptOptions) -> tuple[list[Prompt], list[str]]:
     ('-' is stdin)."""
     if options.file is None:
         if not options.prompt:
-            raise ValueError("--prompt is empty: give it at least one character")
+            raise UserError("--prompt is empty: give it at least one character")
         return [Prompt(options.prompt, line=1)], []
     name = "stdin" if options.file == "-" else options.file
     try:
         data = sys.stdin.buffer.read() if options.file == "-" else Path(options.file).read_bytes()
     except OSError as error:
-        raise ValueError(f"{name}: {error}") from None
+        raise UserError(f"{name}: {error}") from None
     items = list(parsed_lines(data.split(b"\n"), name))
     prompts = [item for item in items if isinstance(item, Prompt)]
     return prompts, [item for item in items if isinstance(item, str)]
@@ -188,7 +189,7 @@ def read_prompts(options: PromptOptions) -> tuple[list[Prompt], list[str]]:
 
 def parsed_lines(lines: Iterable[bytes], name: str) -> Iterator[Prompt | str]:
     """For each line that is not empty its Prompt, or its error as a string. The lines are JSONL if
-    the first one begins with a brace, else plain text. ValueError if no line has text."""
+    the first one begins with a brace, else plain text. UserError if no line has text."""
     number = 0
     is_jsonl = None
     ids = set()
@@ -196,7 +197,7 @@ def parsed_lines(lines: Iterable[bytes], name: str) -> Iterator[Prompt | str]:
         number += 1
         location = f"{name}, line {number}"
         try:
-            text = line.decode().removeprefix("\ufeff").removesuffix("\r")  # a byte order mark
+            text = utf8_text(line).removeprefix("\ufeff").removesuffix("\r")  # a byte order mark
             if not text.strip():
                 continue
             if is_jsonl is None:
@@ -205,7 +206,7 @@ def parsed_lines(lines: Iterable[bytes], name: str) -> Iterator[Prompt | str]:
             if "id" in fields:
                 location += f", id {fields['id']!s:.99}"
             prompt = prompt_of(fields, location)
-        except ValueError as error:
+        except UserError as error:
             yield f"{location}: {error}"
             continue
         id = json.dumps(prompt.id)
@@ -213,27 +214,36 @@ def parsed_lines(lines: Iterable[bytes], name: str) -> Iterator[Prompt | str]:
         ids.add(id)
         yield prompt._replace(line=number if needs_number else None)
     if is_jsonl is None:
-        raise ValueError(f"{name}: holds no prompt; write one a line")
+        raise UserError(f"{name}: holds no prompt; write one a line")
+
+
+def utf8_text(line: bytes) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"not UTF-8 text: {error}; save it as UTF-8") from None
 
 
 def json_object(line: str) -> dict:
-    """A line's object. ValueError for anything else, and for NaN and Infinity, which JSON lacks:
+    """A line's object. UserError for anything else, and for NaN and Infinity, which JSON lacks:
     results repeat the line's id."""
     try:
         fields = json.loads(line, parse_constant=refuse_constant, parse_float=finite_number)
-    except (json.JSONDecodeError, RecursionError):
+    except UserError:
+        raise
+    except (ValueError, RecursionError):  # the former also for a number of thousands of digits
         fields = None
     if not isinstance(fields, dict):
-        raise ValueError(EXPECTED)
+        raise UserError(EXPECTED)
     return fields
 
 
 def refuse_constant(name: str) -> None:
-    raise ValueError(f"it holds {name}; JSON has no NaN or Infinity: write null or a number")
+    raise UserError(f"it holds {name}; JSON has no NaN or Infinity: write null or a number")
 
 
 def finite_number(text: str) -> float:
-    """A JSON number. ValueError for one beyond float64, such as 1e400."""
+    """A JSON number. UserError for one beyond float64, such as 1e400."""
     number = float(text)
     if not math.isfinite(number):
         refuse_constant(text)
@@ -268,14 +278,14 @@ class Encoder:
         for prompt in prompts:
             try:
                 rows += self.samples(prompt)
-            except ValueError as error:
+            except UserError as error:
                 if prompt.location is None:
                     raise
                 refused.append(f"{prompt.location}: {reason_of(error)}")
         return rows, refused
 
     def samples(self, prompt: Prompt) -> list[Row]:
-        """The rows of one prompt, one for each of --num_samples. ValueError for what cannot be
+        """The rows of one prompt, one for each of --num_samples. UserError for what cannot be
         decoded."""
         defaults = self.defaults
         ids = self.ids(prompt)
@@ -299,7 +309,7 @@ class Encoder:
         values = {**defaults, **prompt.overrides}
         if prompt.messages is None:
             if unused := [f"--{key}" for key in TEMPLATE_KEYS if defaults[key]]:
-                raise ValueError(
+                raise UserError(
                     f'{", ".join(unused)}: only conversations have a template; give "messages"'
                 )
             return self.tokenizer.encode(prompt.text, parse_special=values["parse_special"])

@@ -20,6 +20,7 @@ import loading.models as models
 import loading.saving as saving
 from cli.exits import print_status
 from cli.options import QuantizeOptions
+from decoding.errors import UserError
 from loading.checkpoint import Checkpoint
 from loading.files import complete_folder, shard_name, stored_type, write_index
 from loading.target import pick_device
@@ -63,15 +64,15 @@ def run(options: QuantizeOptions) -> None:
 
 
 def window_length(options: QuantizeOptions, checkpoint: Checkpoint) -> int:
-    """Tokens of a calibration window. ValueError for a checkpoint or a --context that cannot
+    """Tokens of a calibration window. UserError for a checkpoint or a --context that cannot
     work."""
     if checkpoint.stored_scheme:
         stored = checkpoint.stored_scheme
-        raise ValueError(f"{checkpoint.path}: is stored in {stored} already; use the original")
+        raise UserError(f"{checkpoint.path}: is stored in {stored} already; use the original")
     limit = max(1, checkpoint.config.max_seq_length - 1)  # BOS may lead a window
     context = options.context or min(512, limit)
     if context > limit:
-        raise ValueError(f"--context {context} must lie between 1 and {limit}")
+        raise UserError(f"--context {context} must lie between 1 and {limit}")
     return context
 
 
@@ -185,14 +186,14 @@ def calibration_states(options: QuantizeOptions, model: Transformer) -> list[Ten
     try:
         text = Path(options.calibration).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(
+        raise UserError(
             f"{options.calibration}: not UTF-8 text: {error}; save it as UTF-8"
         ) from None
     ids = tokenizer.encode(text, bos=False)
     size = options.context
     count = min(options.samples, len(ids) // size)
     if count < 1:
-        raise ValueError(
+        raise UserError(
             f"{options.calibration}: its {len(ids)} tokens are fewer than one window of {size};"
             " give a longer text, or a smaller --context"
         )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from decoding.costs import Costs
+from decoding.errors import UserError
 
 DECAY = 1 - 1 / 64  # of the running acceptance, per drafted position
 MIN_GAIN = 1.03  # expected of a round: costs are measured to a few percent, and plain steps have 1
@@ -18,7 +19,7 @@ class DraftLength:
 
     def __init__(self, k: int | str, costs: Costs | None = None):
         if k == "auto" and costs is None:
-            raise ValueError(
+            raise UserError(
                 "speculate_k = 'auto' needs calibrated costs: call engine.calibrate first",
             )
         self.k = k

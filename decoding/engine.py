@@ -23,6 +23,7 @@ from torch import Tensor
 import decoding.validation as validation
 from decoding.costs import Costs, costs_at
 from decoding.draft_length import DraftLength
+from decoding.errors import UserError
 from decoding.logits import top_logprobs
 from decoding.memory import DraftPlan, Memory
 from decoding.meter import Decided, Meter
@@ -124,7 +125,7 @@ class Engine:
         self.ks = self.drafter.draft_lengths(self.speculate_k)
         if self.speculate_k and not self.ks:
             limit = self.drafter.max_draft_tokens
-            raise ValueError(
+            raise UserError(
                 f"speculate_k = {self.speculate_k}: this draft has at most {limit} tokens a round"
             )
         self.max_k = max(self.ks, default=0)
@@ -226,10 +227,10 @@ class Engine:
         `prompt_logprobs`: record in Request.prompt_logprobs the log-probability of each prompt
         token and of this many top tokens.
 
-        ValueError for an empty prompt, an unknown id, a prompt that does not fit, and too many stop
+        UserError for an empty prompt, an unknown id, a prompt that does not fit, and too many stop
         ids."""
         if self.drafter.owner() is not self:
-            raise ValueError(
+            raise UserError(
                 "the drafter belongs to an engine that was made later: give each engine its own"
             )
         prompt = list(prompt)
@@ -287,7 +288,7 @@ class Engine:
         Row i gets the tokens that its prompt alone would get, up to a stop id, which comes last.
         Prompts wait while all slots are busy, and other requests may run beside them. All ranks of
         a sharded model call this with the same arguments. `timing` receives the rows' requests.
-        ValueError before anything runs for a prompt that `add_request` refuses, and while running
+        UserError before anything runs for a prompt that `add_request` refuses, and while running
         for a row whose logits are not finite."""
         samplings = validation.value_per_row("sampling", sampling, len(prompts))
         budgets = validation.value_per_row("max_new_tokens", max_new_tokens, len(prompts))
@@ -311,8 +312,8 @@ class Engine:
                     for id in request.tokens[num_yielded[row] :]:
                         num_yielded[row] += 1
                         yield row, id
-                    if isinstance(request.error, ValueError):
-                        raise ValueError(f"row {row}, {request.error}")
+                    if isinstance(request.error, UserError):
+                        raise UserError(f"row {row}, {request.error}")
                     if request.error is not None:
                         raise request.error
                 if not is_finished:

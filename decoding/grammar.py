@@ -16,6 +16,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from decoding.errors import UserError
+
 # A space, or a new line with its indent: models repeat whitespace to the end of their context where
 # they may.
 OPTIONS = {"whitespace_pattern": r"\x20|\n[\x20\t]{0,16}"}
@@ -23,15 +25,15 @@ OPTIONS = {"whitespace_pattern": r"\x20|\n[\x20\t]{0,16}"}
 
 class JsonGrammars:
     """Grammars for the answers of a loading.tokenizer.Tokenizer, which one of stop_ids ends.
-    ValueError without llguidance or without stop_ids."""
+    UserError without llguidance or without stop_ids."""
 
     def __init__(self, tokenizer, stop_ids: Collection[int]):
         try:
             import llguidance
         except ImportError:
-            raise ValueError("JSON answers need llguidance: pip install llguidance") from None
+            raise UserError("JSON answers need llguidance: pip install llguidance") from None
         if not stop_ids:
-            raise ValueError(
+            raise UserError(
                 "JSON answers need an end token: the model has none, or --ignore_eos ignores it"
             )
         self.matcher_type = llguidance.LLMatcher
@@ -54,14 +56,17 @@ class JsonGrammars:
         return self.runtime.encode("\x02" + text)[num_control_ids:]
 
     def compile(self, schema: dict) -> "Grammar":
-        """ValueError for a schema that is broken, contradictory, too large, or has unsupported
+        """UserError for a schema that is broken, contradictory, too large, or has unsupported
         keys."""
-        return self.from_source(
-            self.matcher_type.grammar_from_json_schema(json.dumps(schema), defaults=OPTIONS)
-        )
+        try:
+            text = json.dumps(schema)
+            source = self.matcher_type.grammar_from_json_schema(text, defaults=OPTIONS)
+        except ValueError as error:  # such as NaN, which JSON lacks
+            raise UserError(f"the schema: {error}") from None
+        return self.from_source(source)
 
     def compile_lark(self, source: str) -> "Grammar":
-        """A grammar in llguidance's form of Lark, whose rules may hold JSON schemas. ValueError as
+        """A grammar in llguidance's form of Lark, whose rules may hold JSON schemas. UserError as
         of `compile`."""
         return self.from_source(self.matcher_type.grammar_from_lark(source))
 
@@ -71,13 +76,13 @@ class JsonGrammars:
         if matcher.is_error():
             raise grammar_error(matcher.get_error())
         if not Grammar(matcher.deep_copy(), self.stop_ids).mask().any():
-            raise ValueError("the schema: it allows no text")
+            raise UserError("the schema: it allows no text")
         return Grammar(matcher, self.stop_ids)
 
 
-def grammar_error(message: str) -> ValueError:
+def grammar_error(message: str) -> UserError:
     """llguidance's message in one line, without the state that it prints after it."""
-    return ValueError("the schema: " + " ".join(message.partition("<state>")[0].split())[:300])
+    return UserError("the schema: " + " ".join(message.partition("<state>")[0].split())[:300])
 
 
 class Grammar:
@@ -105,7 +110,7 @@ class Grammar:
         return torch.stack(rows)
 
     @property
-    def error(self) -> ValueError | None:
+    def error(self) -> UserError | None:
         """Why the grammar failed, in llguidance's words."""
         return grammar_error(self.matcher.get_error()) if self.matcher.is_error() else None
 

@@ -3,6 +3,8 @@ seconds."""
 
 import os
 
+from decoding.errors import UserError
+
 
 def launched() -> bool:
     """Did torchrun start this process as one of several?"""
@@ -10,8 +12,8 @@ def launched() -> bool:
 
 
 def check_single_process() -> None:
-    """ValueError under torchrun, for programs that do not divide their work."""
+    """UserError under torchrun, for programs that do not divide their work."""
     if launched():
-        raise ValueError(
+        raise UserError(
             "only generate.py divides its work over ranks: start this program without torchrun"
         )

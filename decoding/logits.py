@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from decoding.errors import UserError
 from decoding.sampling import PENALIZED, PENALTIES, SETTINGS, Sampling, split_by_name
 
 
@@ -76,12 +77,12 @@ def process(
     pos: Tensor,
 ) -> Tensor:
     """The processor's logits (B, T, V). It gets a copy, which it may write to: log-probabilities
-    are those of the unmodified logits. ValueError for a result of another shape, which would draw
+    are those of the unmodified logits. UserError for a result of another shape, which would draw
     ids that there are not."""
     processed = logits_processor(logits.clone(), tokens, pos)
     shape = getattr(processed, "shape", None)
     if shape != logits.shape:
-        raise ValueError(
+        raise UserError(
             f"logits_processor returned {type(processed).__name__} of shape {shape} for logits of"
             f" shape {tuple(logits.shape)}"
         )

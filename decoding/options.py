@@ -4,6 +4,7 @@ program can check its flags before torch is imported."""
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from decoding.errors import UserError
 from decoding.settings import DEFAULT_K
 
 CACHE_NAMES = ("model", "int8", "fp8")  # decoding/kv_8bit.py has the latter two
@@ -12,7 +13,7 @@ VERIFICATIONS = ("block", "token")
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an Engine runs its steps. ValueError for values that no model could serve.
+    """How an Engine runs its steps. UserError for values that no model could serve.
 
     compile             compile the steps; None: on a GPU, where launching kernels costs more than
                         running them
@@ -43,19 +44,19 @@ class EngineOptions:
     def __post_init__(self):
         k = self.speculate_k
         if k == "auto" and self.fixed_width_steps:
-            raise ValueError("fixed_width_steps needs a speculate_k that is a number, not 'auto'")
+            raise UserError("fixed_width_steps needs a speculate_k that is a number, not 'auto'")
         if k != "auto" and not (isinstance(k, int) and k >= 0):
-            raise ValueError(f"speculate_k = {k!r} must be a number of tokens from 0 on, or 'auto'")
+            raise UserError(f"speculate_k = {k!r} must be a number of tokens from 0 on, or 'auto'")
         if self.verification not in VERIFICATIONS:
             names = " or ".join(VERIFICATIONS)
-            raise ValueError(f"verification = {self.verification!r} must be {names}")
+            raise UserError(f"verification = {self.verification!r} must be {names}")
         num_logprobs = 0 if self.logprobs is None else self.logprobs
         if not (isinstance(num_logprobs, int) and num_logprobs >= 0):
-            raise ValueError(f"logprobs = {num_logprobs!r} must be a number of tokens, from 0 on")
+            raise UserError(f"logprobs = {num_logprobs!r} must be a number of tokens, from 0 on")
         for name in ("cache_type", "draft_cache_type"):
             value = getattr(self, name)
             if isinstance(value, str) and value not in CACHE_NAMES:
-                raise ValueError(
+                raise UserError(
                     f"{name} = {value!r} must be one of {', '.join(CACHE_NAMES)}, or a class"
                 )
 

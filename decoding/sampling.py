@@ -19,6 +19,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from decoding.errors import UserError
 from decoding.settings import SETTINGS, check_numbers
 
 # In order of generality: the code of a path also serves rows of the paths before it.
@@ -100,7 +101,7 @@ PENALTIES: dict[str, Callable] = {
 @dataclass(frozen=True)
 class Sampling:
     """Applied in this order: logit_bias, the penalties, temperature, then the filters in the order
-    of their fields, each on the result of the one before. None is neutral. ValueError for a number
+    of their fields, each on the result of the one before. None is neutral. UserError for a number
     out of range.
 
     The path is a static choice of code; the values are a tensor, so that changing them compiles
@@ -119,13 +120,13 @@ class Sampling:
     def __post_init__(self):
         check_numbers(vars(self))
         if len(self.logit_bias) > MAX_BIASES:
-            raise ValueError(
+            raise UserError(
                 f"logit_bias: {len(self.logit_bias)} tokens are more than the {MAX_BIASES} that"
                 f" fit",
             )
         for id, bias in self.logit_bias:
             if not -100 <= bias <= 100:
-                raise ValueError(f"logit_bias: {bias} for token {id} must lie in [-100, 100]")
+                raise UserError(f"logit_bias: {bias} for token {id} must lie in [-100, 100]")
 
     @property
     def is_greedy(self) -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from decoding.errors import UserError
 from decoding.readback import StepResult
 from decoding.sampling import INVALID, PENALIZED, Sampling
 from decoding.statistics import RequestStatistics
@@ -115,7 +116,7 @@ class Request(RequestStatistics):
         if INVALID in ids:
             del ids[ids.index(INVALID) :]
             position = self.num_positions + len(ids)
-            self.error = ValueError(f"position {position}: the model's logits are not finite")
+            self.error = UserError(f"position {position}: the model's logits are not finite")
         self.can_draft = step.can_draft[row]
         self.tokens += ids
         if ids:

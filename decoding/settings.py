@@ -2,7 +2,7 @@
 
 Setting, SETTINGS   the list that flags, keys of JSON, the fields of Sampling and tensors follow
 default_sampling    those of a program, where nothing else is asked for
-check_numbers       ValueError for what is no number, or out of range
+check_numbers       UserError for what is no number, or out of range
 new_tokens          how many tokens an answer may have
 is_random, random_seed   seeds that nobody chose
 """
@@ -12,6 +12,8 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import NamedTuple
+
+from decoding.errors import UserError
 
 FLOAT32_TINY = 2.0**-126  # the smallest normal number
 FLOAT32_MAX = math.ldexp(1 - 2.0**-24, 128)
@@ -91,17 +93,17 @@ SETTINGS: dict[str, Setting] = {
 
 
 def check_numbers(values: Mapping[str, float | None]) -> None:
-    """ValueError for what is no number, and for one out of range. None is neutral."""
+    """UserError for what is no number, and for one out of range. None is neutral."""
     for name, setting in SETTINGS.items():
         value = values[name]
         is_valid = isinstance(value, Real) and setting.is_valid(value)
         if value is not None and not is_valid:
-            raise ValueError(f"{name} = {value!r} must {setting.rule}")
+            raise UserError(f"{name} = {value!r} must {setting.rule}")
 
 
 def default_sampling(settings: Mapping[str, float]) -> dict[str, float | None]:
     """A program's or an LLM's values of all SETTINGS, in which these replace the defaults.
-    ValueError for one that is out of range."""
+    UserError for one that is out of range."""
     defaults = {name: setting.default for name, setting in SETTINGS.items()}
     numbers = {**defaults, "temperature": DEFAULT_TEMPERATURE, **settings}
     check_numbers(numbers)

@@ -11,8 +11,7 @@
     stop_strings, bias_pairs, check_schema      settings of a request that come in several forms
     check_template, check_messages      a conversation and the settings of its template
 
-A ValueError names the argument, or the row, and the number that does not fit. This file imports no
-project file.
+A UserError names the argument, or the row, and the number that does not fit.
 """
 
 import json
@@ -21,11 +20,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from operator import index
 
+from decoding.errors import UserError
+
 # The names in chat_template_kwargs that this project sets itself.
 RESERVED = ("messages", "tools", "add_generation_prompt", "prefill", "self", "tokenizer")
 
 
-class PromptError(ValueError):
+class PromptError(UserError):
     """A prompt that cannot be decoded. The message is the `reason`, after the number of the row."""
 
     def __init__(self, row: int, reason: str):
@@ -34,7 +35,7 @@ class PromptError(ValueError):
         self.reason = reason
 
 
-def reason_of(error: ValueError) -> str:
+def reason_of(error: UserError) -> str:
     """The message for one prompt, which needs no number."""
     return error.reason if isinstance(error, PromptError) else str(error)
 
@@ -48,21 +49,21 @@ def value_per_row(name: str, value, rows: int) -> list:
     """`value` for each of `rows` rows, or a sequence of values as a list."""
     values = list(value) if hasattr(value, "__len__") else [value] * rows
     if len(values) != rows:
-        raise ValueError(f"{name}: {len(values)} for {rows} prompts; give one, or one a prompt")
+        raise UserError(f"{name}: {len(values)} for {rows} prompts; give one, or one a prompt")
     return values
 
 
 def check_lengths(
     model, prompts: Sequence[Sequence[int]], budgets: Sequence[int], limit: int
 ) -> None:
-    """PromptError unless every prompt and its new tokens fit in `limit` positions. ValueError for a
+    """PromptError unless every prompt and its new tokens fit in `limit` positions. UserError for a
     number of new tokens that is none, and without prompts."""
     if not prompts:
-        raise ValueError("no prompt: give at least one")
+        raise UserError("no prompt: give at least one")
     V = model.config.vocab_size
     for row, (prompt, new) in enumerate(zip(prompts, budgets, strict=True)):
         if not is_whole(new) or new < 1:
-            raise ValueError(f"max_new_tokens = {new!r} must be a number of tokens, at least 1")
+            raise UserError(f"max_new_tokens = {new!r} must be a number of tokens, at least 1")
         if not len(prompt):
             raise PromptError(
                 row, "is empty: it needs a token, because the model has no BOS to start from"
@@ -87,9 +88,9 @@ def unknown_id(ids: Iterable[int], vocab_size: int) -> str:
 
 
 def check_seed(seed: int) -> None:
-    """ValueError for a seed of more than 64 bits."""
+    """UserError for a seed of more than 64 bits."""
     if not is_whole(seed) or not -(2**63) <= seed < 2**63:
-        raise ValueError(
+        raise UserError(
             f"seed = {seed!r} must lie between -2^63 and 2^63 - 1: seeds are 64-bit integers"
         )
 
@@ -101,20 +102,20 @@ def check_settings(
     stop_ids: Collection[int],
     max_stop_ids: float = math.inf,
 ) -> None:
-    """ValueError for a seed of more than 64 bits, too many stop ids, or a logit_bias of unknown
+    """UserError for a seed of more than 64 bits, too many stop ids, or a logit_bias of unknown
     tokens."""
     check_seed(seed)
     if len(stop_ids) > max_stop_ids:
-        raise ValueError(f"{len(stop_ids)} stop ids are more than the {max_stop_ids} that fit")
+        raise UserError(f"{len(stop_ids)} stop ids are more than the {max_stop_ids} that fit")
     if problem := unknown_id(dict(sampling.logit_bias), model.config.vocab_size):
-        raise ValueError(f"logit_bias {problem}")
+        raise UserError(f"logit_bias {problem}")
 
 
 def check_logprobs(num_logprobs: int | None, vocab_size: int) -> None:
-    """ValueError for more log-probabilities of a token than there are tokens, or fewer than
+    """UserError for more log-probabilities of a token than there are tokens, or fewer than
     none."""
     if num_logprobs is not None and not 0 <= num_logprobs <= vocab_size:
-        raise ValueError(
+        raise UserError(
             f"logprobs = {num_logprobs} is more than the {vocab_size} tokens that there are, or"
             f" negative"
         )
@@ -122,9 +123,9 @@ def check_logprobs(num_logprobs: int | None, vocab_size: int) -> None:
 
 def check_count(name: str, value: object, minimum: int) -> None:
     if not isinstance(value, Integral):
-        raise ValueError(f"{name} = {value!r:.99} must be a whole number")
+        raise UserError(f"{name} = {value!r:.99} must be a whole number")
     if value < minimum:
-        raise ValueError(f"{name} = {value} must be at least {minimum}")
+        raise UserError(f"{name} = {value} must be at least {minimum}")
 
 
 def stop_strings(stop: object) -> list[str]:
@@ -132,7 +133,7 @@ def stop_strings(stop: object) -> list[str]:
     stops = [stop] if isinstance(stop, str) else stop
     is_list = isinstance(stops, list | tuple | set | frozenset)
     if stops is not None and not (is_list and all(isinstance(text, str) for text in stops)):
-        raise ValueError(f"stop = {stop!r:.99} must be a string or a list of strings")
+        raise UserError(f"stop = {stop!r:.99} must be a string or a list of strings")
     return list(stops or ())
 
 
@@ -142,7 +143,7 @@ def bias_pairs(logit_bias: object) -> tuple[tuple[int, float], ...]:
     try:
         return tuple((index(id), bias + 0.0) for id, bias in pairs or ())
     except (TypeError, ValueError):
-        raise ValueError(f"logit_bias = {logit_bias!r:.99} must map token ids to numbers") from None
+        raise UserError(f"logit_bias = {logit_bias!r:.99} must map token ids to numbers") from None
 
 
 def check_schema(schema: object) -> None:
@@ -151,42 +152,42 @@ def check_schema(schema: object) -> None:
     except (TypeError, ValueError):
         is_schema = False
     if not is_schema:
-        raise ValueError(
+        raise UserError(
             f"schema = {schema!r:.99} must be a JSON schema as a dict; a pydantic model's is"
             " model_json_schema()"
         )
 
 
 def check_template_kwargs(names: Mapping) -> None:
-    """ValueError for a variable of the chat template that this project sets itself."""
+    """UserError for a variable of the chat template that this project sets itself."""
     if wrong := [name for name in RESERVED if name in names]:
-        raise ValueError(f"chat_template_kwargs: {', '.join(wrong)} cannot be given there")
+        raise UserError(f"chat_template_kwargs: {', '.join(wrong)} cannot be given there")
 
 
 def check_template(
     is_conversation: bool, tools: object = None, prefill: object = None, chat_template_kwargs=None
 ) -> dict:
     """The settings of a conversation's template, as loading.tokenizer.conversation_ids takes them.
-    ValueError for those of a prompt that is none."""
+    UserError for those of a prompt that is none."""
     settings = {"tools": tools, "prefill": prefill, "chat_template_kwargs": chat_template_kwargs}
     settings = {name: value for name, value in settings.items() if value}
     types = {"tools": (list, "list"), "prefill": (str, "string")}
     for name, value in settings.items():
         expected, noun = types.get(name, (Mapping, "dict"))
         if not isinstance(value, expected):
-            raise ValueError(f"{name} = {value!r:.99} must be a {noun}")
+            raise UserError(f"{name} = {value!r:.99} must be a {noun}")
     if settings and not is_conversation:
-        raise ValueError(f"{', '.join(settings)}: only messages have a chat template")
+        raise UserError(f"{', '.join(settings)}: only messages have a chat template")
     names = settings.pop("chat_template_kwargs", {})
     check_template_kwargs(names)
     return settings | dict(names)
 
 
 def check_messages(messages: object) -> None:
-    """ValueError for what is no list of dicts, or an empty one."""
+    """UserError for what is no list of dicts, or an empty one."""
     is_list = isinstance(messages, Sequence) and bool(messages)
     if not is_list or not all(isinstance(message, dict) for message in messages):
-        raise ValueError(
+        raise UserError(
             f'messages = {messages!r:.99} must be a list of {{"role", "content"}}, at least one;'
             " generate takes texts"
         )

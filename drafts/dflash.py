@@ -179,14 +179,14 @@ class DFlashDraft(HiddenStateDraft, ParallelDraft):
 
 
 def check(checkpoint: Checkpoint, config: Config) -> Callable[..., DFlashDraft]:
-    """Check a DFlash folder and return its loader (drafts.registry.folder_check). ValueError for
+    """Check a DFlash folder and return its loader (drafts.registry.folder_check). UserError for
     a wrong config.json."""
     dflash, draft_config = dflash_of(checkpoint.hf, config)
     return loader(checkpoint, lambda: DFlashModel(draft_config, dflash, True), DFlashDraft)
 
 
 def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:
-    """The draft's settings and Config, for a target of this Config. ValueError names the wrong key
+    """The draft's settings and Config, for a target of this Config. UserError names the wrong key
     and value."""
     hf = Section(hf)
     options = hf
@@ -220,7 +220,7 @@ def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:
 
 
 def speculators_layer(hf: Section) -> Section:
-    """The object transformer_layer_config of speculators' layout. ValueError for a model of another
+    """The object transformer_layer_config of speculators' layout. UserError for a model of another
     type, and for other speculators than the plain one."""
     layer = Section({"model_type": "qwen3"})
     layer |= hf.get("transformer_layer_config") or {}
@@ -236,7 +236,7 @@ def speculators_layer(hf: Section) -> Section:
 
 
 def zlab_options(hf: Section) -> Section:
-    """The object dflash_config of z-lab's layout. ValueError for a model of another type, and for
+    """The object dflash_config of z-lab's layout. UserError for a model of another type, and for
     keys of other layouts."""
     if not isinstance(hf["dflash_config"], dict):
         raise hf.refused("dflash_config", "must be an object, as in github.com/z-lab/dflash")

@@ -179,7 +179,7 @@ class EagleDraft(HiddenStateDraft):
 
 
 def check(checkpoint: Checkpoint, config: Config) -> Callable[..., EagleDraft]:
-    """Check an EAGLE-3 folder and return its loader (drafts.registry.folder_check). ValueError for
+    """Check an EAGLE-3 folder and return its loader (drafts.registry.folder_check). UserError for
     a wrong config.json."""
     eagle = eagle_of(checkpoint.hf, config)
     layer = layer_config(Section(eagle.layer), Section(checkpoint.hf))
@@ -187,7 +187,7 @@ def check(checkpoint: Checkpoint, config: Config) -> Callable[..., EagleDraft]:
 
 
 def eagle_of(hf: dict, target: Config) -> Eagle:
-    """The draft's settings, for a target of this Config. ValueError names the unsupported key and
+    """The draft's settings, for a target of this Config. UserError names the unsupported key and
     value."""
     hf = Section(hf)
     layer = Section(hf)

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from decoding.errors import UserError
 from drafts.base import ModelDraft
 from drafts.vocabulary import gather_logits
 from loading.checkpoint import Checkpoint
@@ -89,14 +90,14 @@ class HiddenStateModel(Transformer):
 
     def drop_unstored(self, checkpoint: Checkpoint, V: int) -> None:
         """Leave the embedding and the head to a target of V tokens where the folder stores none, as
-        vLLM and SGLang do. ValueError for a head of fewer tokens, which no target has."""
+        vLLM and SGLang do. UserError for a head of fewer tokens, which no target has."""
         if "embed_tokens.weight" not in checkpoint.tensors:
             self.embed = None
         if "lm_head.weight" in checkpoint.tensors:
             return
         n = self.lm_head.out_features
         if n != V:
-            raise ValueError(
+            raise UserError(
                 f"{checkpoint.path}: lm_head.weight is missing, and the target's has {V} tokens,"
                 f" not draft_vocab_size = {n}"
             )
@@ -131,7 +132,7 @@ class HiddenStateModel(Transformer):
 
     def fill(self, checkpoint: Checkpoint, target: Config, block: str = "layers.0") -> None:
         """Copy a folder's tensors, for a target of this Config, into the model, and make `ids`.
-        `block`: the folder's name of the first layer. ValueError names tensors that do not fit."""
+        `block`: the folder's name of the first layer. UserError names tensors that do not fit."""
         tensors = checkpoint.tensors
         V = target.vocab_size
         maps = {}
@@ -151,11 +152,11 @@ class HiddenStateModel(Transformer):
 
 
 def check_target_ids(target_ids: Tensor, V: int, path: Path) -> None:
-    """ValueError unless a draft's tokens (n,) stand for different ids of the target's V."""
+    """UserError unless a draft's tokens (n,) stand for different ids of the target's V."""
     is_outside = (target_ids < 0) | (target_ids >= V)
     if is_outside.any():
         draft_id = is_outside.nonzero()[0].item()
-        raise ValueError(
+        raise UserError(
             f"{path}: d2t gives token {draft_id} the target's id {target_ids[draft_id]}, and the"
             f" target has {V}: this draft was made for another target"
         )
@@ -163,7 +164,7 @@ def check_target_ids(target_ids: Tensor, V: int, path: Path) -> None:
     if len(unique_ids) < len(target_ids):
         repeated_id = unique_ids[counts > 1][0]
         draft_ids = (target_ids == repeated_id).nonzero().flatten().tolist()
-        raise ValueError(
+        raise UserError(
             f"{path}: d2t gives tokens {draft_ids[0]} and {draft_ids[1]} the same id of the"
             f" target's, {repeated_id}: fetch the file again"
         )
@@ -230,7 +231,7 @@ def layer_config(layer: Section, outer: Section) -> Config:
 
 
 def check_target(section: Section, sizes: dict[str, int]) -> None:
-    """ValueError for a draft whose sizes are of another target than the one of these sizes."""
+    """UserError for a draft whose sizes are of another target than the one of these sizes."""
     for key, size in sizes.items():
         if section.size(key, size) != size:
             raise section.refused(key, f"is of another target: this one has {size}")
@@ -250,7 +251,7 @@ def fill_parts(
     parts: dict[str, Tensor],
     maps: dict[str, tuple] | None = None,
 ) -> None:
-    """Copy a folder's tensors into the parts of these names. ValueError lists those that do not
+    """Copy a folder's tensors into the parts of these names. UserError lists those that do not
     fit. `maps`: shape and types of the folder's further tensors."""
     expected = {name: (tuple(part.shape), DTYPES) for name, part in parts.items()}
     check_headers(checkpoint.path, expected | (maps or {}), checkpoint.tensors, False)
@@ -270,7 +271,7 @@ def loader(
         target: Transformer, tokenizer, *, quantize: str | None, sharded: bool, **options
     ) -> HiddenStateDraft:
         if sharded:
-            raise ValueError(
+            raise UserError(
                 f"--draft_tp sharded: {checkpoint.path} reads the target's hidden states, and every"
                 f" rank holds such a draft in full"
             )

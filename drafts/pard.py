@@ -44,13 +44,13 @@ class PardDraft(ParallelDraft):
 
 
 def pard_token(hf: dict) -> int:
-    """The mask's id. ValueError for an id outside the vocabulary."""
+    """The mask's id. UserError for an id outside the vocabulary."""
     hf = Section(hf)
     return read_token_id(hf, "pard_token", hf.size("vocab_size"))
 
 
 def check(checkpoint: Checkpoint, config: Config) -> Callable[..., PardDraft]:
-    """Check a PARD folder and return its loader (drafts.registry.folder_check). ValueError for a
+    """Check a PARD folder and return its loader (drafts.registry.folder_check). UserError for a
     wrong mask."""
     mask = pard_token(checkpoint.hf)
     load_config(checkpoint)

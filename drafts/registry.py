@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from decoding.errors import UserError
 from drafts.base import Drafter
 from loading.checkpoint import Checkpoint
 from loading.draft_types import draft_type_of
@@ -51,7 +52,7 @@ def load_drafter(
 
     `dtype` and `quantize` are those of a draft model; `sharded` divides it over the ranks. With
     `pack` the target and the draft are packed for their kernels; a target that is packed already
-    has no quantized draft. ValueError names file, key and number of a draft that does not fit the
+    has no quantized draft. UserError names file, key and number of a draft that does not fit the
     target.
     """
     load = check_draft(folder_or_spec, model.config)
@@ -69,7 +70,7 @@ def find_draft(draft) -> object:
         return DraftOptions()
     if not isinstance(draft, str | os.PathLike):
         if not hasattr(draft, "propose"):
-            raise ValueError(f"draft = {draft!r:.99} must be a folder, a spec or a drafter")
+            raise UserError(f"draft = {draft!r:.99} must be a folder, a spec or a drafter")
         return draft
     spec, folder = split_spec(draft) if isinstance(draft, str) else (None, os.fspath(draft))
     if folder is None:
@@ -110,7 +111,7 @@ def draft_loader(
     if options.source is None:
         return lambda target, tokenizer: None
     if options.spec and is_folder(options.spec):
-        raise ValueError(f"--draft {options.spec}: a folder belongs to --draft_checkpoint")
+        raise UserError(f"--draft {options.spec}: a folder belongs to --draft_checkpoint")
     return functools.partial(
         check_draft(options.source, config),
         dtype=dtype,
@@ -137,7 +138,7 @@ def is_folder(folder_or_spec: str | Path | Checkpoint) -> bool:
 
 def check_draft(folder_or_spec: str | Path | Checkpoint, config: Config) -> Callable:
     """Check a draft for a target of this config, and return load(target, tokenizer, *, dtype,
-    quantize, sharded, progress) -> Drafter, not packed. ValueError for one that cannot fit. Reads
+    quantize, sharded, progress) -> Drafter, not packed. UserError for one that cannot fit. Reads
     no weights."""
     if is_folder(folder_or_spec):
         return check_folder(Checkpoint.of(folder_or_spec), config)
@@ -174,7 +175,7 @@ def hybrid_loader(load_suffix: Callable, folder: Checkpoint, config: Config) -> 
 
 
 def folder_check(kind: str) -> Callable:
-    """check(checkpoint, the target's Config) of a kind of folder, which raises ValueError or
+    """check(checkpoint, the target's Config) of a kind of folder, which raises UserError or
     returns load(target, tokenizer, **options of load_drafter) -> Drafter."""
     match kind:
         case "model":
@@ -189,7 +190,7 @@ def folder_check(kind: str) -> Callable:
 
 
 def spec_parser(kind: str) -> Callable:
-    """parse(value, the target's Config) of one of SPECS, which raises ValueError or returns
+    """parse(value, the target's Config) of one of SPECS, which raises UserError or returns
     load(target, tokenizer, **options)."""
     match kind:
         case "suffix":
@@ -208,15 +209,15 @@ def spec_parser(kind: str) -> Callable:
             from drafts.target_layers import quantized_from_spec
 
             return quantized_from_spec
-    raise ValueError(f"expected {SPEC_HELP}")
+    raise UserError(f"expected {SPEC_HELP}")
 
 
 def matcher(draft_class: type[Drafter]) -> Callable:
     """The parser of a number of tokens to match, "" for the class's own."""
 
     def parse(value: str, config: Config) -> Callable[..., Drafter]:
-        if value and (not value.isdigit() or int(value) < 1):
-            raise ValueError(f"{value!r} is no number of tokens to match; it must be at least 1")
+        if value and (not value.isdecimal() or int(value) < 1):
+            raise UserError(f"{value!r} is no number of tokens to match; it must be at least 1")
         drafter = draft_class(int(value)) if value else draft_class()
         return lambda target, tokenizer, **options: drafter
 

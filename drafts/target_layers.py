@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from decoding.errors import UserError
 from drafts.base import ModelDraft
 from model import Config, Transformer
 from weights.formats import format_of
@@ -19,7 +20,7 @@ from weights.walker import quantized_copy
 
 
 def layer_subset(model: Transformer, layer_ids: Sequence[int]) -> Transformer:
-    """A Transformer of some of `model`'s layers, which shares its modules. ValueError for layers
+    """A Transformer of some of `model`'s layers, which shares its modules. UserError for layers
     that are not there."""
     check_layers(layer_ids, model.config.n_layers)
     subset = copy.copy(model)
@@ -34,11 +35,11 @@ def layer_subset(model: Transformer, layer_ids: Sequence[int]) -> Transformer:
 def check_layers(layer_ids: Sequence[int], n_layers: int) -> None:
     in_order = [i for i in range(n_layers) if i in layer_ids]
     if not layer_ids or in_order != list(layer_ids):
-        raise ValueError(f"layers {list(layer_ids)} must be some of 0 to {n_layers - 1}, in order")
+        raise UserError(f"layers {list(layer_ids)} must be some of 0 to {n_layers - 1}, in order")
 
 
 def parse_layers(text: str) -> list[int]:
-    """ "0-7,24-31" -> the layers in these ranges, both ends included. ValueError for anything
+    """ "0-7,24-31" -> the layers in these ranges, both ends included. UserError for anything
     else."""
     layers = []
     for part in text.split(","):
@@ -48,7 +49,7 @@ def parse_layers(text: str) -> list[int]:
             first, last = match.groups()
             layer_range = range(int(first), int(last or first) + 1)
         if not layer_range:
-            raise ValueError(f"{part!r} is no layer or range of layers; give ranges like 0-7,24-31")
+            raise UserError(f"{part!r} is no layer or range of layers; give ranges like 0-7,24-31")
         layers += layer_range
     return layers
 

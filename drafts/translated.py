@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from decoding.errors import UserError
 from drafts.base import ModelDraft
 from drafts.vocabulary import ids_by_string, translate
 from loading.checkpoint import Checkpoint, load_config, load_model
@@ -81,7 +82,7 @@ def shared_tokens(
     folder: Path,
 ) -> Tensor | None:
     """The draft's id of each of the target's V ids (V,), -1 for none; None where both read every id
-    as the same string. ValueError where the shared tokens have too small a share of the target's
+    as the same string. UserError where the shared tokens have too small a share of the target's
     probability, the mean over a short text. Equal tokenizers may still have vocabularies of unequal
     padding."""
     pieces = tokenizer.pieces()
@@ -96,6 +97,6 @@ def shared_tokens(
     message = f"its tokenizer has {int((ids >= 0).sum())} of the target's {len(pieces)} tokens"
     message += f", {share:.1%} of the target's probability"
     if share < MIN_SHARED:
-        raise ValueError(f"{folder}: {message}; a draft needs at least {MIN_SHARED:.0%}")
+        raise UserError(f"{folder}: {message}; a draft needs at least {MIN_SHARED:.0%}")
     print(f"{folder}: {message}, and drafts over these alone", file=sys.stderr)
     return ids

@@ -16,7 +16,7 @@ from loading.config import Section
 
 
 def read_token_id(section: Section, key: str, V: int) -> int:
-    """A token's id of config.json. ValueError for one outside the vocabulary."""
+    """A token's id of config.json. UserError for one outside the vocabulary."""
     id = section.get(key)
     if type(id) is not int or not 0 <= id < V:
         raise section.refused(key, f"must be a token's id below vocab_size = {V}")

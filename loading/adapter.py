@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from decoding.errors import UserError
 from loading.families import Family
 from loading.files import open_tensors, read_json, text_model_tensors
 from loading.models import empty_model, expected_tensors
@@ -57,7 +58,7 @@ def merging_reader(
     folder: Path, family: Family, config: Config, read: Callable[[str], Tensor]
 ) -> Callable[[str], Tensor]:
     """`read` with the adapter merged. `family`: of the folder's config.json, a wrapper's where it
-    is one. ValueError names the key or tensor that is no plain LoRA of this model."""
+    is one. UserError names the key or tensor that is no plain LoRA of this model."""
     adapter_config = read_adapter_config(folder / "adapter_config.json")
     pairs, modules, saved = read_adapter(folder, family, config)
 
@@ -77,7 +78,7 @@ def merging_reader(
 
 
 def read_adapter(folder: Path, family: Family, config: Config) -> Adapter:
-    """The adapter's tensors, of which those of a wrapper's other parts are left out. ValueError
+    """The adapter's tensors, of which those of a wrapper's other parts are left out. UserError
     names one that fits no tensor of the text model."""
     stored = open_tensors([folder / "adapter_model.safetensors"])
     stored = {name.removeprefix("base_model.model."): tensor for name, tensor in stored.items()}
@@ -96,12 +97,12 @@ def read_adapter(folder: Path, family: Family, config: Config) -> Adapter:
 
 
 def read_adapter_config(file: Path) -> dict:
-    """ValueError for an adapter that is no plain LoRA."""
+    """UserError for an adapter that is no plain LoRA."""
     adapter_config = read_json(file)
     for key, values in PLAIN.items():
         if adapter_config.get(key) not in (None, [], {}, *values):
             supported = " or ".join(map(repr, values)) or "an adapter without it"
-            raise ValueError(
+            raise UserError(
                 f"{file}: {key} = {adapter_config[key]!r:.99} is not supported: it adds something"
                 f" else than a plain LoRA's alpha / r * B A to the weights; supported: {supported}"
             )
@@ -118,33 +119,40 @@ def target_of(name: str) -> tuple[str, str | None]:
 
 
 def check_tensors(folder: Path, config: Config, pairs: dict, saved: dict) -> None:
-    """ValueError for tensors that do not fit those of the model."""
+    """UserError for tensors that do not fit those of the model."""
     expected = expected_tensors(config, empty_model(config, torch.float32))
     shapes = {target: stored.get_shape() for target, stored in saved.items()}
     for target, parts in pairs.items():
         if parts.keys() != {"A", "B"}:
-            raise ValueError(
+            raise UserError(
                 f"{folder}: {target} has lora_{''.join(parts)} alone; a LoRA has an A and a B"
             )
-        rows, rank = parts["B"].get_shape()
-        rank_of_a, columns = parts["A"].get_shape()
+        shape_of_a = parts["A"].get_shape()
+        shape_of_b = parts["B"].get_shape()
+        if len(shape_of_a) != 2 or len(shape_of_b) != 2:
+            raise UserError(
+                f"{folder}: {target} has an A of shape {shape_of_a} and a B of {shape_of_b}, which"
+                " are no matrices: fetch the adapter again"
+            )
+        rows, rank = shape_of_b
+        rank_of_a, columns = shape_of_a
         if rank != rank_of_a:
-            raise ValueError(f"{folder}: {target} has an A of rank {rank_of_a} and a B of {rank}")
+            raise UserError(f"{folder}: {target} has an A of rank {rank_of_a} and a B of {rank}")
         shapes[target] = [columns, rows] if target == EMBEDDING else [rows, columns]
     for target, shape in shapes.items():
         if target not in expected:
-            raise ValueError(
+            raise UserError(
                 f"{folder}: {target} fits no tensor of this model; use the model that it was"
                 " trained on"
             )
         if config.tie_embeddings and target in (EMBEDDING, "lm_head.weight"):
-            raise ValueError(
+            raise UserError(
                 f"{folder}: {target} is an embedding that is also the head, which"
                 " cannot be merged; train the adapter without it"
             )
         expected_shape = list(expected[target][0])
         if shape != expected_shape:
-            raise ValueError(
+            raise UserError(
                 f"{folder}: {target} has the shape {shape}, the model's {expected_shape}; use the"
                 " model that it was trained on"
             )
@@ -165,5 +173,5 @@ def scale_of(adapter_config: dict, module: str, rank: int) -> float:
             alpha = value
             break
     if type(alpha) not in (int, float):
-        raise ValueError(f"adapter_config.json: alpha = {alpha!r:.99} must be a number")
+        raise UserError(f"adapter_config.json: alpha = {alpha!r:.99} must be a number")
     return alpha / (math.sqrt(rank) if adapter_config.get("use_rslora") else rank)

@@ -14,13 +14,15 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from decoding.errors import UserError
+
 CONTENT = "content"
 # No text holds it, and digits survive upper, tojson and the other filters of templates.
 MARK_PREFIX = "71839265"
 MARK = re.compile(rf"(?=({MARK_PREFIX}\d{{6}}))")  # also one that begins inside of other digits
 
 
-class ContentError(ValueError):
+class ContentError(UserError):
     """The error of a message with a part that is not text."""
 
 
@@ -190,19 +192,19 @@ def render_complete(
     render: Callable[[list[dict]], str], forms: Iterable[list[dict]], roles: Sequence[str] = ()
 ) -> str:
     """The text of the first form that the template renders and of which it leaves nothing out.
-    Without one, ValueError: what it leaves out of the last form that it renders, or why it refuses
+    Without one, UserError: what it leaves out of the last form that it renders, or why it refuses
     the last form of all. `roles`: those that the template mentions, for the message."""
     loss = None
     for messages in forms:
         try:
             text = render(messages)
-        except ValueError as error:
+        except UserError as error:
             refusal = error
             continue
         loss = find_loss(render, messages, roles)
         if loss is None:
             return text
-    raise refusal if loss is None else ValueError(loss)
+    raise refusal if loss is None else UserError(loss)
 
 
 def find_loss(
@@ -216,7 +218,7 @@ def find_loss(
     def render_or_none(messages: list[dict]) -> str | None:
         try:
             return render(messages)
-        except ValueError:
+        except UserError:
             return None
 
     marker = Marker()

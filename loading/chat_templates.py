@@ -16,6 +16,7 @@ from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from decoding.errors import UserError
 from loading.plain_files import error_prefix, file_exists, one_line, plain_file, read_json
 
 # Keys of a message that hold thoughts, in transformers' order.
@@ -71,13 +72,15 @@ class ChatTemplate:
         self.source = source
         self.variables = variables
         self.for_tools = for_tools
+        if not isinstance(source, str):
+            raise UserError(f"the chat template is no text, but {source!r:.99}")
         try:
             tree = ENVIRONMENT.parse(source)
             constants = [constant.value for constant in tree.find_all(nodes.Const)]
             self.program = ENVIRONMENT.from_string(source)
             self.names_read = meta.find_undeclared_variables(tree)
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise ValueError(
+        except Exception as error:  # of jinja's classes, or what Python raises for its code
+            raise UserError(
                 f"the chat template is broken: {one_line(error)}; --chat_template"
                 " FILE gives another"
             ) from None
@@ -90,16 +93,16 @@ class ChatTemplate:
         return self if tools is None or self.for_tools is None else self.for_tools
 
     def check_request(self, tools: list | None, variables: dict) -> None:
-        """ValueError for tools and for variables that the template does not read."""
+        """UserError for tools and for variables that the template does not read."""
         if tools and "tools" not in self.source:
-            raise ValueError(
+            raise UserError(
                 "the chat template does not mention tools; give one that does as --chat_template"
                 " FILE"
             )
         unused = sorted(variables.keys() - self.names_read)
         if unused:
             others = sorted(self.names_read - self.variables.keys() - set(ALWAYS_GIVEN))
-            raise ValueError(
+            raise UserError(
                 f"chat_template_kwargs: the chat template does not read {', '.join(unused):.200};"
                 f" it reads {', '.join(others) or 'none':.500}"
             )
@@ -112,7 +115,7 @@ class ChatTemplate:
         **variables,
     ) -> str:
         """A conversation's text. `variables`: more of the template's, such as enable_thinking.
-        ValueError if the template raises an error."""
+        UserError if the template raises an error."""
         variables = {
             "documents": None,
             **self.variables,
@@ -124,7 +127,7 @@ class ChatTemplate:
         try:
             return self.program.render(variables)
         except Exception as error:  # a template can raise any
-            raise ValueError(f"the chat template refused the messages: {one_line(error)}") from None
+            raise UserError(f"the chat template refused the messages: {one_line(error)}") from None
 
 
 def is_content(node: nodes.Node) -> bool:
@@ -153,7 +156,7 @@ def load_chat_template(
 ) -> ChatTemplate | None:
     """The template in chat_template.jinja, tokenizer_config.json or chat_template.json, with the
     one for tools called "tool_use", which serves for all if it is the only one, as in llama.cpp.
-    ValueError names a file that cannot be read."""
+    UserError names a file that cannot be read."""
     file = folder / "chat_template.jinja"
     if file_exists(file):
         tool_file = folder / "additional_chat_templates" / "tool_use.jinja"
@@ -165,6 +168,8 @@ def load_chat_template(
             file = folder / "chat_template.json"
             sources = read_json(file).get("chat_template")
         if isinstance(sources, list):
+            if not all(map(is_named_template, sources)):
+                raise UserError(f"{file}: chat_template must be a text, or named templates")
             sources = {entry["name"]: entry["template"] for entry in sources}
         if not isinstance(sources, dict):
             sources = {"default": sources}
@@ -177,11 +182,15 @@ def load_chat_template(
         return ChatTemplate(source, variables, for_tools)
 
 
+def is_named_template(entry: object) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("name"), str) and "template" in entry
+
+
 def read_chat_template(file: Path, variables: dict[str, str]) -> ChatTemplate:
-    """The template of one file. ValueError names a file that is missing or cannot be read."""
+    """The template of one file. UserError names a file that is missing or cannot be read."""
     source = read_source(file)
     if source is None:
-        raise ValueError(f"{file}: no such file")
+        raise UserError(f"{file}: no such file")
     with error_prefix(file):
         return ChatTemplate(source, variables)
 
@@ -190,5 +199,7 @@ def read_source(file: Path) -> str | None:
     """A template's text; None without the file."""
     if not file_exists(file):
         return None
-    with error_prefix(file):
+    try:
         return plain_file(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 text: {error}; save it as UTF-8") from None

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from decoding.errors import UserError
 from loading.adapter import adapter_hash, merging_reader
 from loading.config import config_from_hf
 from loading.families import FAMILIES, family_of
@@ -69,7 +70,7 @@ class Checkpoint:
 
     `adapter`: a LoRA folder of PEFT, merged as the weights are read.
 
-    A Checkpoint is a path too: `Path(checkpoint)` is the folder or file. ValueError names a path
+    A Checkpoint is a path too: `Path(checkpoint)` is the folder or file. UserError names a path
     that is neither.
     """
 
@@ -79,9 +80,9 @@ class Checkpoint:
         self.is_gguf = is_gguf(self.path)
         if self.path.is_file() and not self.is_gguf:
             refuse_lfs_pointer(self.path)
-            raise ValueError(f"{self.path}: neither a folder nor a GGUF file")
+            raise UserError(f"{self.path}: neither a folder nor a GGUF file")
         if not self.is_gguf and not self.path.is_dir():
-            raise ValueError(f"{self.path}: no such folder or GGUF file")
+            raise UserError(f"{self.path}: no such folder or GGUF file")
 
     @classmethod
     def of(cls, checkpoint: "str | os.PathLike | Checkpoint") -> "Checkpoint":
@@ -103,7 +104,7 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> Config:
-        """The model's Config. ValueError names the file, the key and the value that cannot be
+        """The model's Config. UserError names the file, the key and the value that cannot be
         used."""
         return config_of(self.hf, self.path / "config.json")
 
@@ -149,7 +150,7 @@ class Checkpoint:
 
     @cached_property
     def weights(self) -> Weights:
-        """Its tensors as weights. ValueError lists those that are missing, unexpected, or of a
+        """Its tensors as weights. UserError lists those that are missing, unexpected, or of a
         wrong shape or type."""
         config = self.config
         tensors = self.model_tensors
@@ -166,7 +167,7 @@ class Checkpoint:
         form, read = open_weights(self, config, tensors)
         if self.adapter is not None:
             if form.is_quantized:
-                raise ValueError(
+                raise UserError(
                     f"--adapter {self.adapter}: {self.path} is stored quantized; merge into the"
                     f" original weights"
                 )
@@ -196,7 +197,7 @@ class Checkpoint:
         `progress`: show a bar on stderr, if that is a terminal.
         `pack`: False leaves quantized matrices as stored, to be saved, copied or packed later.
 
-        ValueError names file and tensor, before any weight is copied, or a tensor with NaN or
+        UserError names file and tensor, before any weight is copied, or a tensor with NaN or
         infinity.
         """
         ranks = tp or ALONE
@@ -257,7 +258,7 @@ def load_model(checkpoint_dir: str | os.PathLike | Checkpoint, **options) -> Tra
 
 
 def load_config(checkpoint_dir: str | os.PathLike | Checkpoint) -> Config:
-    """The Config of a folder or GGUF file. ValueError names the file, the key and the value that
+    """The Config of a folder or GGUF file. UserError names the file, the key and the value that
     cannot be used."""
     return Checkpoint.of(checkpoint_dir).config
 
@@ -268,12 +269,12 @@ def read_config(file: Path) -> Config:
 
 
 def config_of(hf: dict, file: Path) -> Config:
-    """The Config of a config.json. ValueError begins with the path that the user gave."""
+    """The Config of a config.json. UserError begins with the path that the user gave."""
     try:
         find_layouts(hf)  # refuses unsupported quantization
         return config_from_hf({**hf, "quantization_config": None})
-    except ValueError as error:
-        raise ValueError(f"{file}: {one_line(error).removeprefix('config.json: ')}") from None
+    except UserError as error:
+        raise UserError(f"{file}: {one_line(error).removeprefix('config.json: ')}") from None
 
 
 def find_layouts(hf: dict):

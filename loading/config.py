@@ -13,6 +13,7 @@ families.py holds the differences between model_types.
 import math
 from collections.abc import Mapping
 
+from decoding.errors import UserError
 from loading.families import (
     FAMILIES,
     SLIDING,
@@ -106,13 +107,13 @@ class Section(dict):
 
     prefix = ""  # stands before a key in messages: "rope_scaling."
 
-    def refused(self, key: str, reason: str) -> ValueError:
-        return ValueError(f"config.json: {self.prefix}{key} = {self.get(key)!r} {reason}")
+    def refused(self, key: str, reason: str) -> UserError:
+        return UserError(f"config.json: {self.prefix}{key} = {self.get(key)!r} {reason}")
 
     def number(self, key: str, default: float | None = None) -> float:
         value = default if self.get(key) is None else self[key]
         if value is None:
-            raise ValueError(f"config.json: {self.prefix}{key} is missing")
+            raise UserError(f"config.json: {self.prefix}{key} is missing")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not MIN_NUMBER < value < 1 / MIN_NUMBER:
             raise self.refused(key, "must be a positive number, within float32's range")
@@ -158,15 +159,15 @@ class Section(dict):
 
 
 def config_from_hf(hf: dict) -> Config:
-    """The Config of a parsed config.json, in the spelling of transformers v4 or v5. ValueError
+    """The Config of a parsed config.json, in the spelling of transformers v4 or v5. UserError
     names key and value of an unknown family, a senseless size, or arithmetic that model.py does not
     compute."""
     if not isinstance(hf, dict):
-        raise ValueError(f"config.json: expected a JSON object, found {type(hf).__name__}")
+        raise UserError(f"config.json: expected a JSON object, found {type(hf).__name__}")
     hf = text_part(hf)
     family = family_of(hf)
     if family is None:
-        raise ValueError(
+        raise UserError(
             f"config.json: model_type {hf.get('model_type')!r} is not supported; supported:"
             f" {', '.join(FAMILIES)}"
         )
@@ -185,7 +186,7 @@ def config_from_hf(hf: dict) -> Config:
         raise hf.refused("hidden_size", f"is not a multiple of num_attention_heads = {n_heads}")
     head_dim = hf.size("head_dim", dim // n_heads)
     if head_dim % 2:
-        raise ValueError(f"config.json: head_dim = {head_dim} is odd; RoPE rotates pairs")
+        raise UserError(f"config.json: head_dim = {head_dim} is odd; RoPE rotates pairs")
 
     def has_bias(key: str | bool) -> bool:
         return hf.flag(key) if isinstance(key, str) else key
@@ -243,7 +244,7 @@ def text_part(hf: dict) -> dict:
 
 
 def check_supported(hf: Section, family: Family, n_layers: int) -> None:
-    """ValueError for a key whose value would change the arithmetic."""
+    """UserError for a key whose value would change the arithmetic."""
     supported = NEUTRAL | {
         "no_rope_layers": ([], [1] * n_layers),
         "moe_layer_end_index": (-1, n_layers - 1),
@@ -385,7 +386,7 @@ def rope_fields(hf: Section, family: Family, head_dim: int, max_length: int) -> 
         rope[key] = hf.agreed(key, rope, key)
     theta = rope.number("rope_theta", family.rope_theta)
     if theta <= 1:
-        raise ValueError(f"config.json: rope_theta = {theta} must be larger than 1")
+        raise UserError(f"config.json: rope_theta = {theta} must be larger than 1")
     fields = {
         "rope_type": rope_type,
         "rope_theta": theta,

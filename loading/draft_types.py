@@ -15,7 +15,7 @@ TYPE_BY_KEY = {
 
 
 def draft_type_of(hf: dict) -> str:
-    """One of DRAFT_TYPES. ValueError names the key and value that mark a draft of another type."""
+    """One of DRAFT_TYPES. UserError names the key and value that mark a draft of another type."""
     hf = Section(hf)
     if hf.get("architectures") == ["Qwen3DSparkModel"]:
         return "dflash"  # in DeepSpec's layout

@@ -122,7 +122,7 @@ def granite_keys(get: Callable, hf: dict) -> dict:
 
 def ministral3_keys(get: Callable, hf: dict) -> dict:
     """Mistral Small 3 has the same architecture, without the queries' scale."""
-    scaling = hf["rope_scaling"]
+    scaling = hf["rope_scaling"] or {}
     log_multiplier = get("rope.scaling.yarn_log_multiplier")
     if log_multiplier:
         scaling = {**scaling, "mscale": 1.0, "mscale_all_dim": log_multiplier}

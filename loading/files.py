@@ -10,7 +10,7 @@
     write_atomically, complete_folder       a file, or a folder, under another name until it is
                                             complete
 
-Every ValueError names the file.
+Every UserError names the file.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ from safetensors.torch import save, save_file
 from torch import Tensor
 
 import loading.plain_files as plain_files
+from decoding.errors import UserError
 from loading.families import Family
 from loading.plain_files import one_line, short_repr
 from weights.formats import row_chunks
@@ -46,7 +47,7 @@ def read_json(file: Path) -> dict:
         return plain_files.read_json(file)
     gguf_files = sorted(file.parent.glob("*.gguf"))
     hint = f"; pass the path of {gguf_files[0].name}" if gguf_files else ""
-    raise ValueError(f"{file}: no such file{hint}")
+    raise UserError(f"{file}: no such file{hint}")
 
 
 def read_config_json(file: Path) -> dict:
@@ -84,19 +85,19 @@ def tensor_files(folder: Path) -> list[Path]:
 
 def read_index(folder: Path) -> dict[str, str]:
     """Tensor -> file, by the index of a folder; empty for a folder with model.safetensors, whose
-    index other programs do not read either. ValueError for a file outside the folder."""
+    index other programs do not read either. UserError for a file outside the folder."""
     if (folder / SINGLE_FILE).exists():
         return {}
     index = folder / INDEX_FILE
     if not index.exists():
         hint = convert_hint(folder)
-        raise ValueError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
+        raise UserError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index}: weight_map is missing or empty; fetch the file again")
+        raise UserError(f"{index}: weight_map is missing or empty; fetch the file again")
     for value in weight_map.values():
         if not is_inner_file(value):
-            raise ValueError(
+            raise UserError(
                 f"{index}: weight_map has {short_repr(value)} where a file of the folder must stand"
             )
     return weight_map
@@ -137,14 +138,14 @@ def open_tensors(files: list[Path]) -> dict[str, object]:
 
 
 def open_safetensors(file: Path):
-    """The reader of a safetensors file. ValueError names a file that is missing or cut off."""
+    """The reader of a safetensors file. UserError names a file that is missing or cut off."""
     try:
         if file.exists():
             plain_files.plain_file(file, max_bytes=math.inf)  # a pipe would wait for ever
         return safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError, ValueError, MemoryError) as error:
+    except (SafetensorError, OSError, UserError, MemoryError) as error:
         reason = one_line(error).removeprefix(f"{file}: ")
-        raise ValueError(f"{file}: not a readable safetensors file: {reason}") from None
+        raise UserError(f"{file}: not a readable safetensors file: {reason}") from None
 
 
 def text_model_tensors(
@@ -205,7 +206,7 @@ def check_headers(
     tied: bool,
     spare: Collection[str] = (),
 ) -> None:
-    """ValueError that lists missing and unexpected tensors, and those of another shape or type than
+    """UserError that lists missing and unexpected tensors, and those of another shape or type than
     expected. `spare`: tensors that the folder may hold, whatever is expected."""
     absent = [name for name in expected if name not in tensors]
     # Old checkpoints store RoPE's frequencies, DSpark drafts a head that may end a draft early, and
@@ -231,7 +232,7 @@ def check_headers(
     messages = [f"{problem}: {list_names(names)}" for problem, names in problems.items() if names]
     messages += remedies(absent, extra)
     if messages:
-        raise ValueError(f"{folder}: the tensors do not fit config.json; {'; '.join(messages)}")
+        raise UserError(f"{folder}: the tensors do not fit config.json; {'; '.join(messages)}")
 
 
 def remedies(absent: list[str], extra: list[str]) -> list[str]:
@@ -263,12 +264,12 @@ def shard_name(number: int, num_shards: int) -> str:
 
 @functools.cache
 def stored_type(dtype: torch.dtype) -> str:
-    """safetensors' name of a dtype, as it writes it. ValueError for a dtype that it cannot
+    """safetensors' name of a dtype, as it writes it. UserError for a dtype that it cannot
     write."""
     try:
         [(_, header)] = deserialize(save({"": torch.empty(0, dtype=dtype)}))
     except (KeyError, RuntimeError, SafetensorError):
-        raise ValueError(
+        raise UserError(
             f"safetensors stores no {dtype}; keep its bits in a tensor of another dtype, such as"
             " torch.uint8"
         ) from None

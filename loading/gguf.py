@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 import loading.weight_names as weight_names
+from decoding.errors import UserError
 from loading.families import FAMILIES
 from loading.plain_files import GGUF_MAGIC, error_prefix, one_line
 from loading.quantization import StoredForm, split_schemes
@@ -81,20 +82,18 @@ INNER = {
 ROPE_TENSORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 LISTS = ("sliding_window_pattern", "dimension_sections")  # keys of several values
 
-# What a damaged file causes: its counts, offsets and values are used as they are.
-DAMAGES = (ArithmeticError, LookupError, OSError, RuntimeError, TypeError, struct.error)
+# What a damaged header causes: its counts and lengths are used as they are.
+DAMAGES = (OSError, OverflowError, RuntimeError, UnicodeDecodeError, struct.error)
+DAMAGED = "not a readable GGUF file, damaged or not completely fetched"
 
 
 @contextlib.contextmanager
-def file_errors(path: Path) -> Iterator[None]:
-    """Turn errors into a ValueError that names the file."""
-    with error_prefix(path):
-        try:
-            yield
-        except DAMAGES as error:
-            raise ValueError(
-                f"not a readable GGUF file, damaged or not completely fetched: {one_line(error)}"
-            ) from None
+def header_errors() -> Iterator[None]:
+    """Turn what a damaged header causes into a UserError."""
+    try:
+        yield
+    except DAMAGES as error:
+        raise UserError(f"{DAMAGED}: {one_line(error)}") from None
 
 
 # ------------------------------------------------------------------------------- types of tensors
@@ -170,7 +169,7 @@ STORED_TYPES = {
 
 @functools.cache
 def stored_type(number: int) -> StoredType:
-    """ValueError or NotImplementedError for a type whose weights cannot be read."""
+    """UserError for a type whose weights cannot be read."""
     if number in STORED_TYPES:
         return STORED_TYPES[number]
     try:
@@ -180,9 +179,11 @@ def stored_type(number: int) -> StoredType:
         num_weights, num_bytes = gguf.GGML_QUANT_SIZES[theirs]
         gguf.quants.dequantize(numpy.zeros((1, num_bytes), numpy.uint8), theirs)
     except ImportError:
-        raise ValueError(
+        raise UserError(
             f"type {number} is read by the gguf package, which is missing: pip install gguf"
         ) from None
+    except (ValueError, LookupError, NotImplementedError) as error:  # the package's own words
+        raise UserError(one_line(error)) from None
     return StoredType(theirs.name, num_weights, num_bytes)
 
 
@@ -253,14 +254,24 @@ def dequantize_by_package(stored_type: StoredType, rows: Tensor) -> Tensor:
 
 class Entries(dict):
     """A file's keys or tensors by name, which `noun` begins: looking up one that is missing is a
-    ValueError."""
+    UserError."""
 
     def __init__(self, noun: str, entries: Mapping[str, object]):
         super().__init__(entries)
         self.noun = noun
 
     def __missing__(self, name: str):
-        raise ValueError(f"the file has no {self.noun}{name}: make it again, or fetch another")
+        raise UserError(f"the file has no {self.noun}{name}: make it again, or fetch another")
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A key's value, the same for all layers, which must be a positive number; the default for
+        a key that is missing or 0."""
+        if default is not None and not self.get(name):
+            return default
+        value = common_value(name, self[name])
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise UserError(f"{self.noun}{name} = {value!r:.60} must be a positive number")
+        return value
 
 
 class GgufFile(NamedTuple):
@@ -293,8 +304,10 @@ class Header:
     def value(self, value_type: int) -> object:
         if value_type == STRING:
             return self.string()
-        if value_type != ARRAY:
+        if value_type in NUMBERS:
             return self.number(NUMBERS[value_type])
+        if value_type != ARRAY:
+            raise UserError(f"{DAMAGED}: a value of the type {value_type}")
         item_type = self.number("I")
         count = self.number("Q")
         if item_type in NUMBERS:
@@ -306,7 +319,7 @@ class Header:
         for _ in range(count):
             name = self.string()
             if name in keys:
-                raise ValueError(f"key {one_line(name)} occurs twice: make the file again")
+                raise UserError(f"key {one_line(name)} occurs twice: make the file again")
             keys[name] = self.value(self.number("I"))
         return keys
 
@@ -319,9 +332,10 @@ class Header:
 
 
 def parse(path: Path) -> GgufFile:
-    """ValueError names a file that is no GGUF file, or that is cut off."""
-    with file_errors(path):
-        keys, infos, alignment, begin = read_header(path, path.stat().st_mtime_ns)
+    """UserError names a file that is no GGUF file, or that is cut off."""
+    with error_prefix(path):
+        with header_errors():
+            keys, infos, alignment, begin = read_header(path, path.stat().st_mtime_ns)
         tensors = map_tensors(infos, map_file(path)[begin:], alignment)
         return GgufFile(Entries("key ", keys), Entries("tensor ", tensors))
 
@@ -339,15 +353,15 @@ def read_header(path: Path, mtime_ns: int) -> tuple[dict, list[tuple], int, int]
     header = Header(memoryview(map_file(path).numpy()))
     version = header.number("I")
     if version % 2**16 == 0:
-        raise ValueError("a big-endian file; gguf-convert-endian FILE little makes it readable")
+        raise UserError("a big-endian file; gguf-convert-endian FILE little makes it readable")
     if version not in (2, 3):
-        raise ValueError(f"version {version} is not supported; supported: 2 and 3")
+        raise UserError(f"version {version} is not supported; supported: 2 and 3")
     num_tensors = header.number("Q")
     keys = header.keys(header.number("Q"))
     infos = [header.tensor() for _ in range(num_tensors)]
     alignment = keys.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 8 or alignment % 8:
-        raise ValueError(f"general.alignment = {alignment!r} must be a multiple of 8")
+        raise UserError(f"general.alignment = {alignment!r} must be a multiple of 8")
     return keys, infos, alignment, -(-header.position // alignment) * alignment
 
 
@@ -358,20 +372,22 @@ def map_tensors(infos: list[tuple], data: Tensor, alignment: int) -> dict[str, B
     begin = 0
     for name, shape, stored_type, offset in infos:
         if offset != begin:
-            raise ValueError(
+            raise UserError(
                 f"tensor {name} has the offset {offset} instead of {begin}: fetch the file again"
             )
         if name in tensors:
-            raise ValueError(f"tensor {name} occurs twice: make the file again")
-        if shape and shape[-1] % stored_type.num_weights:
-            raise ValueError(
+            raise UserError(f"tensor {name} occurs twice: make the file again")
+        if not math.prod(shape or (0,)):
+            raise UserError(f"{DAMAGED}: tensor {name} of shape {list(shape)}")
+        if shape[-1] % stored_type.num_weights:
+            raise UserError(
                 f"tensor {name} has rows of {shape[-1]} weights, which are no blocks of"
                 f" {stored_type.num_weights}: make the file again"
             )
         num_blocks = math.prod(shape) // stored_type.num_weights
         end = begin + num_blocks * stored_type.num_bytes
         if end > len(data):
-            raise ValueError(f"the file ends inside tensor {name}: fetch it again")
+            raise UserError(f"the file ends inside tensor {name}: fetch it again")
         num_rows = shape[0] if len(shape) > 1 else num_blocks
         tensors[name] = Blocks(stored_type, shape, data[begin:end].view(num_rows, -1))
         begin = -(-end // alignment) * alignment
@@ -381,12 +397,14 @@ def map_tensors(infos: list[tuple], data: Tensor, alignment: int) -> dict[str, B
 def parts_of(path: Path) -> list[Path]:
     """The files of a model, of which `path` is the first: a split model has
     NAME-00001-of-00003.gguf and so on."""
-    count = parse(path).keys.get("split.count", 1)
+    keys = parse(path).keys
+    with error_prefix(path):
+        count = int(keys.number("split.count", 1))
     first = f"-00001-of-{count:05d}.gguf"
     if count < 2:
         return [path]
     if not path.name.endswith(first):
-        raise ValueError(f"{path}: one of {count} files; give the first, which ends in {first}")
+        raise UserError(f"{path}: one of {count} files; give the first, which ends in {first}")
     stem = path.name.removesuffix(first)
     return [path.with_name(f"{stem}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
 
@@ -403,12 +421,12 @@ def open_model(path: Path) -> GgufFile:
 
 
 def common_value(key: str, value: object) -> object:
-    """A key's value; of a value for each layer, the one that all layers have. ValueError for layers
+    """A key's value; of a value for each layer, the one that all layers have. UserError for layers
     that differ."""
     if not isinstance(value, tuple) or key.endswith(LISTS):
         return value
     if len(set(value)) != 1:
-        raise ValueError(
+        raise UserError(
             f"{key} = {value!r:.60} differs from layer to layer; supported: one value for all"
             f" layers"
         )
@@ -425,7 +443,7 @@ def model_type_of(keys: dict[str, object]) -> str:
         if record.architecture == architecture and has_key:
             return model_type
     supported = ", ".join(sorted({record.architecture for record in records.values()}))
-    raise ValueError(
+    raise UserError(
         f"general.architecture = {architecture!r:.60} is not supported; supported: {supported}"
     )
 
@@ -433,7 +451,7 @@ def model_type_of(keys: dict[str, object]) -> str:
 def open_tensors(path: Path) -> dict[str, Blocks]:
     """The tensors of a model by Hugging Face names."""
     model = open_model(path)
-    with file_errors(path):
+    with error_prefix(path):
         return hf_tensors(model)
 
 
@@ -447,15 +465,13 @@ def hf_tensors(model: GgufFile) -> dict[str, Blocks]:
     heads = {}
     if family.gguf.permutes_heads:
         key = f"{family.gguf.architecture}.attention.head_count"
-        num_heads = common_value(key, model.keys[key])
-        num_kv_heads = common_value(key, model.keys.get(f"{key}_kv", num_heads))
-        heads["attn_q"] = int(num_heads)
-        heads["attn_k"] = int(num_kv_heads)
+        heads["attn_q"] = int(model.keys.number(key))
+        heads["attn_k"] = int(model.keys.number(f"{key}_kv", heads["attn_q"]))
     tensors = {}
     for name, blocks in model.tensors.items():
         match = re.fullmatch(r"(blk\.\d+\.)?([\w.]+)\.(\w+)", name)
         if match is None:
-            raise ValueError(f"tensor {name!r} has a name unlike any of llama.cpp's")
+            raise UserError(f"tensor {name!r} has a name unlike any of llama.cpp's")
         prefix, module, part = match.groups("")
         if module in ROPE_TENSORS:
             continue
@@ -470,7 +486,8 @@ def hf_tensors(model: GgufFile) -> dict[str, Blocks]:
         if module == "ffn_gate_inp_shexp" or "moe_statics" in hf_name:
             shape = (1, blocks.shape[-1])
             blocks = replace(blocks, shape=shape, bytes=blocks.bytes.view(1, -1))
-        tensors |= experts_of(hf_name, blocks) if "{}" in hf_name else {hf_name: blocks}
+        has_experts = "{}" in hf_name and len(blocks.shape) == (3 if part == "weight" else 2)
+        tensors |= experts_of(hf_name, blocks) if has_experts else {hf_name: blocks}
     return tensors
 
 

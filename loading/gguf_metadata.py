@@ -10,22 +10,23 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from decoding.errors import UserError
 from loading.families import FAMILIES, Family
 from loading.gguf import (
     Blocks,
     Entries,
     GgufFile,
     common_value,
-    file_errors,
     model_type_of,
     open_model,
     parse,
 )
+from loading.plain_files import error_prefix
 from loading.tokenizers.ranks import LLAMA3_PATTERN, TEKKEN_PATTERN
 
 # Hugging Face's key -> the architecture's key.
@@ -86,16 +87,16 @@ NEUTRAL = {
 
 
 def read_config(path: Path) -> dict:
-    """config.json of a model. ValueError names a key that is missing, or one whose value would
+    """config.json of a model. UserError names a key that is missing, or one whose value would
     change the arithmetic."""
-    with file_errors(path):
+    with error_prefix(path):
         return config_of(open_model(path))
 
 
 def config_of(model: GgufFile) -> dict:
     file_type = model.keys.get("general.type", "model")
     if file_type != "model":
-        raise ValueError(
+        raise UserError(
             f"general.type = {file_type!r:.60} is not supported; supported: model (--adapter takes"
             " a LoRA adapter in PEFT's folder)"
         )
@@ -103,17 +104,17 @@ def config_of(model: GgufFile) -> dict:
     family = FAMILIES[model_type]
     tensors = model.tensors
     if not tensors:
-        raise ValueError("the file has a vocabulary and no tensors; give the model's file")
+        raise UserError("the file has a vocabulary and no tensors; give the model's file")
     prefix = f"{family.gguf.architecture}."
     values = Entries(f"key {prefix}", {})
     for key, value in model.keys.items():
         if key.startswith(prefix):
             values[key.removeprefix(prefix)] = common_value(key, value)
     check_keys(values, tensors, family, prefix)
-    hf = {hf_key: values[key] for hf_key, key in REQUIRED.items()}
-    hf["num_hidden_layers"] -= values.get("nextn_predict_layers", 0)
+    hf = {hf_key: values.number(key) for hf_key, key in REQUIRED.items()}
+    hf["num_hidden_layers"] -= values.number("nextn_predict_layers", 0)
     num_heads = hf["num_attention_heads"]
-    head_dim = values.get("attention.key_length", hf["hidden_size"] // num_heads)
+    head_dim = values.number("attention.key_length", max(1, hf["hidden_size"] // num_heads))
     dtype = tensors["blk.0.attn_output.weight"].stored_type.dtype
     class_name = "".join(word.capitalize() for word in model_type.split("_"))
     # Defaults are llama.cpp's, which are not those of config.py.
@@ -122,11 +123,11 @@ def config_of(model: GgufFile) -> dict:
         "architectures": [f"{class_name}ForCausalLM"],
         "hidden_act": "silu",
         "head_dim": head_dim,
-        "partial_rotary_factor": values.get("rope.dimension_count", head_dim) / head_dim,
+        "partial_rotary_factor": values.number("rope.dimension_count", head_dim) / head_dim,
         "num_key_value_heads": values.get("attention.head_count_kv", num_heads),
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
-        "rope_theta": values.get("rope.freq_base", 10000.0),
+        "rope_theta": values.number("rope.freq_base", 10000.0),
         "sliding_window": values.get("attention.sliding_window") or None,
         "dtype": str(dtype or torch.bfloat16).removeprefix("torch."),
     }
@@ -166,7 +167,7 @@ def check_keys(
     family: Family,
     prefix: str,
 ) -> None:
-    """ValueError for a key that would change the arithmetic, or that is unknown."""
+    """UserError for a key that would change the arithmetic, or that is unknown."""
     supported_by_key = {**dict.fromkeys(READABLE), **NEUTRAL}  # None: any value
     supported_by_key["rope.freq_base_swa"] = (values.get("rope.freq_base", 10000.0),)
     if "rope_factors_long.weight" in tensors:
@@ -178,7 +179,7 @@ def check_keys(
         supported = supported_by_key.get(key, ())
         if supported is not None and value not in supported:
             choice = supported[0] if supported else "only files without it"
-            raise ValueError(f"{prefix}{key} = {value!r:.60} is not supported; supported: {choice}")
+            raise UserError(f"{prefix}{key} = {value!r:.60} is not supported; supported: {choice}")
 
 
 def expert_keys(values: Mapping[str, object], family: Family) -> dict:
@@ -213,7 +214,7 @@ def rope_scaling(
             return None
         return llama3_scaling(tensors["rope_freqs.weight"], hf["head_dim"], hf["rope_theta"])
     if "rope_freqs.weight" in tensors:
-        raise ValueError(f"rope.scaling.type = {rope_type!r:.60} next to rope_freqs.weight")
+        raise UserError(f"rope.scaling.type = {rope_type!r:.60} next to rope_freqs.weight")
     scaling = {"rope_type": rope_type, "factor": factor}
     if rope_type == "yarn":
         scaling |= {name: values[key] for name, key in YARN.items() if key in values}
@@ -226,14 +227,16 @@ def rope_scaling(
 def llama3_scaling(stored: Blocks, head_dim: int, theta: float) -> dict | None:
     """Llama 3's RoPE scaling from the divisors of its frequencies, which are all that a file has of
     it. The low and high factors are taken to be the published ones."""
+    exponents = torch.arange(0, head_dim, 2).double() / head_dim
     divisors = stored[:].double()  # (E / 2,)
+    if divisors.shape != exponents.shape or not (divisors.isfinite() & (divisors > 0)).all():
+        raise UserError(f"rope_freqs.weight must hold {len(exponents)} positive numbers")
     factor = float(divisors.max())
     if (divisors == 1).all():
         return None
     low = 1.0
     high = 4.0
     length = 8192
-    exponents = torch.arange(0, head_dim, 2).double() / head_dim
     wavelengths = 2 * math.pi * theta**exponents
     # 1 / divisor = (1 - smooth) / factor + smooth, with smooth from 0 to 1 as
     # (length / wavelength - low) / (high - low)
@@ -244,7 +247,7 @@ def llama3_scaling(stored: Blocks, head_dim: int, theta: float) -> dict | None:
         length = round(float(lengths[partial][0]))
     expected = ((length / wavelengths - low) / (high - low)).clamp(0, 1)
     if not torch.allclose(expected, smooth, atol=1e-4):
-        raise ValueError(
+        raise UserError(
             "rope_freqs.weight holds other numbers than Llama 3's scaling makes, which is not"
             " supported"
         )
@@ -339,6 +342,7 @@ UNKNOWN = 2
 CONTROL = 3
 USER_DEFINED = 4
 UNUSED = 5
+LARGEST_FLOAT = torch.finfo(torch.float32).max
 # Names that llama.cpp makes control tokens, whatever their type in the file: those that end a
 # generation, and others of infilling.
 END_LINES = """
@@ -363,7 +367,11 @@ ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "paddin
 def special_ids(keys: Mapping[str, object], *roles: str) -> dict[str, int]:
     """Role -> id, for the roles that have one."""
     ids = {role: keys.get(f"tokenizer.ggml.{role}_token_id") for role in roles}
-    return {role: id for role, id in ids.items() if id is not None}
+    ids = {role: id for role, id in ids.items() if id is not None}
+    for role, id in ids.items():
+        if type(id) is not int:
+            raise UserError(f"tokenizer.ggml.{role}_token_id = {id!r:.60} is no token's id")
+    return ids
 
 
 TEMPLATE_KEY = "tokenizer.chat_template"  # of the default one; others have their name behind it
@@ -377,6 +385,8 @@ class Vocabulary:
         self.model = keys.get("tokenizer.ggml.model")
         self.pre = keys.get("tokenizer.ggml.pre")
         tokens = keys["tokenizer.ggml.tokens"]
+        if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+            raise UserError("tokenizer.ggml.tokens must be a list of texts")
         self.tokens = [token or f"[EMPTY_{id}]" for id, token in enumerate(tokens)]
         self.types = self._types()
         self.adds_space = bool(keys.get("tokenizer.ggml.add_space_prefix", True))
@@ -391,24 +401,34 @@ class Vocabulary:
         """The type of every token, as llama.cpp corrects those of the file: names that end a turn
         are control tokens. A sentencepiece vocabulary has one unknown token, so that others of this
         type, which fill a file up, are unused."""
-        default = [NORMAL] * len(self.tokens)
-        stored = self.keys.get("tokenizer.ggml.token_type", default)
+        stored = self._numbers("token_type", NORMAL, lambda x: type(x) is int and 0 <= x < 256)
         names = CONTROL_NAMES
         other_unknown = UNUSED
         if self.model != "llama":
             names = CONTROL_NAMES - {"</s>"}  # in Qwen's vocabulary it is a tag of HTML
             other_unknown = CONTROL
         types = []
-        for token, token_type in zip(self.tokens, stored, strict=True):
+        for token, token_type in zip(self.tokens, stored):
             if token in names:
                 token_type = CONTROL
             types.append(other_unknown if token_type == UNKNOWN else token_type)
         if self.model == "llama":
             first_unknown = stored.index(UNKNOWN) if UNKNOWN in stored else 0
-            unknown_id = self.keys.get("tokenizer.ggml.unknown_token_id", first_unknown)
+            unknown_id = special_ids(self.keys, "unknown").get("unknown", first_unknown)
             if unknown_id < len(types):  # other values say that there is none
                 types[unknown_id] = UNKNOWN
         return types
+
+    def _numbers(self, name: str, default: float, is_valid: Callable) -> Sequence[float]:
+        """The numbers of all tokens below a key, or the default for each."""
+        count = len(self.tokens)
+        numbers = self.keys.get(f"tokenizer.ggml.{name}", (default,) * count)
+        is_complete = isinstance(numbers, tuple | list) and len(numbers) == count
+        if not is_complete or not all(map(is_valid, numbers)):
+            raise UserError(
+                f"tokenizer.ggml.{name} must be {count} numbers, one a token: make the file again"
+            )
+        return numbers
 
     def tokenizer_config(self) -> dict:
         """Names of special tokens, the BOS policy, the chat template."""
@@ -453,8 +473,8 @@ class Vocabulary:
 
     def tokenizer_json(self) -> bytes:
         """A byte-level BPE for the tokenizers library."""
-        if self.pre not in SPLITS:
-            raise ValueError(
+        if str(self.pre) not in SPLITS:
+            raise UserError(
                 f"tokenizer.ggml.pre = {self.pre!r:.60} is not supported; supported:"
                 f" {', '.join(SPLITS)}"
             )
@@ -473,7 +493,7 @@ class Vocabulary:
         added_tokens = []
         for id, (token, token_type) in enumerate(zip(self.tokens, self.types)):
             if vocab.get(token, id) != id:
-                raise ValueError(f"tokenizer.ggml.tokens holds {token!r:.60} twice")
+                raise UserError(f"tokenizer.ggml.tokens holds {token!r:.60} twice")
             if token_type != UNUSED:
                 vocab[token] = id
             if token_type in (CONTROL, USER_DEFINED):
@@ -501,6 +521,8 @@ class Vocabulary:
         bos = self.specials.get("bos_token")
         if bos is None:
             return None
+        if bos not in vocab:
+            raise UserError(f"tokenizer.ggml.bos_token_id is that of an unused token, {bos!r:.60}")
         sequence = {"Sequence": {"id": "A", "type_id": 0}}
         return {
             "type": "TemplateProcessing",
@@ -513,8 +535,8 @@ class Vocabulary:
         """A sentencepiece model: the fields of its protocol buffer that encoding and decoding
         read."""
         pieces = []
-        scores = self.keys.get("tokenizer.ggml.scores", [0.0] * len(self.tokens))
-        for token, score, token_type in zip(self.tokens, scores, self.types, strict=True):
+        scores = self._numbers("scores", 0.0, is_float32)
+        for token, score, token_type in zip(self.tokens, scores, self.types):
             piece = field(1, token.encode()) + b"\x15" + struct.pack("<f", score)
             pieces.append(field(1, piece + number(3, token_type)))
         trainer = number(3, 2) + number(35, 1)  # BPE; characters without a piece become bytes
@@ -526,6 +548,10 @@ class Vocabulary:
             field(1, b"identity") + number(3, self.adds_space) + number(4, 0) + number(5, 1)
         )
         return b"".join(pieces) + field(2, trainer) + field(3, normalizer)
+
+
+def is_float32(value: object) -> bool:
+    return isinstance(value, int | float) and not LARGEST_FLOAT < abs(value) < math.inf
 
 
 def number(tag: int, value: int) -> bytes:
@@ -548,9 +574,9 @@ def write_files(path: Path, folder: Path) -> None:
     """Write the tokenizer's files of a GGUF file into a folder."""
     keys = parse(path).keys
     model = keys.get("tokenizer.ggml.model")
-    with file_errors(path):
+    with error_prefix(path):
         if model not in ("gpt2", "llama"):
-            raise ValueError(
+            raise UserError(
                 f"tokenizer.ggml.model = {model!r:.60} is not supported; supported: gpt2, llama"
             )
         vocabulary = Vocabulary(keys)

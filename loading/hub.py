@@ -10,6 +10,8 @@ off, and takes what the cache has where there is no network.
 import re
 from pathlib import Path
 
+from decoding.errors import UserError
+
 PATH_HELP = (
     "a Hugging Face folder, a .gguf file, or a model on the hub: ORG/NAME[@REVISION][:GGUF_TYPE]"
 )
@@ -20,7 +22,7 @@ DUPLICATES = ["*/*.safetensors*", "consolidated*"]  # some repositories hold the
 
 def checkpoint_path(name: str | None) -> str | None:
     """`name` where it is a path (or None); for a name on the hub, the path of its folder or GGUF
-    file, downloaded if need be. ValueError in one line for a name that cannot be had."""
+    file, downloaded if need be. UserError in one line for a name that cannot be had."""
     match = NAME.fullmatch(name or "")
     if match is None or Path(name).exists():
         return name
@@ -28,7 +30,7 @@ def checkpoint_path(name: str | None) -> str | None:
         return str(download(*match.groups()))
     except Exception as error:  # the client's errors have no common class
         words = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(
+        raise UserError(
             f"{name}: no such folder here, and the hub cannot give it: {words}"
         ) from None
 
@@ -53,5 +55,5 @@ def download(repo: str, revision: str | None = None, gguf_type: str | None = Non
     models = {re.sub(r"-\d{5}-of-\d{5}", "", file.name) for file in files}
     if len(models) != 1:
         matches = ", ".join(sorted(models)) or "none; the model's page on the hub lists its files"
-        raise ValueError(f"one GGUF file of type {gguf_type} is needed; found {matches}")
+        raise UserError(f"one GGUF file of type {gguf_type} is needed; found {matches}")
     return files[0]

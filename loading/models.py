@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from decoding.errors import UserError
 from loading.files import stored_type
 from loading.plain_files import error_prefix
 from loading.quantization import max_group
@@ -69,7 +70,7 @@ def empty_model(
 
     `scheme` is that of the blocks' Linears, `head_scheme` that of lm_head; `overrides` has the
     schemes of Linears that differ ({"layers.3.ffn.down": None}), or of single sources of a fused
-    one ({"layers.3.attention.qkv.0": "q4_k"}). ValueError for a head without a scheme, and for
+    one ({"layers.3.attention.qkv.0": "q4_k"}). UserError for a head without a scheme, and for
     inputs that do not divide.
     """
     check_head(head_scheme, scheme)
@@ -135,13 +136,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def pick_dtype(requested: str | None, stored: str | None, device: torch.device) -> torch.dtype:
-    """The dtype to compute in. ValueError where the device cannot multiply in it."""
+    """The dtype to compute in. UserError where the device cannot multiply in it."""
     dtype = plain_dtype(requested, stored)
     try:
         torch.mm(*torch.ones(2, 1, 1, dtype=dtype, device=device))
     except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(
+        raise UserError(
             f"--dtype {dtype_name(dtype)}: {device} cannot compute in it ({reason}); try --dtype"
             " float32"
         ) from None
@@ -211,7 +212,7 @@ def quantize_into(
 def quantized_parts(
     source: str, weight: Tensor, scheme: str, row_max: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """The parts of a weight (out, in). ValueError names its `source` where it holds NaN or
+    """The parts of a weight (out, in). UserError names its `source` where it holds NaN or
     infinity."""
     with error_prefix(source):
         parts = formats.quantize_tensor(weight, scheme, row_max)

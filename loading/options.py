@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from decoding.errors import UserError
 from loading.plain_files import error_prefix, is_gguf, read_json
 from weights.schemes import check_head, check_scheme, choose_head_scheme
 
@@ -19,7 +20,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The model of a run. ValueError for a scheme that there is not.
+    """The model of a run. UserError for a scheme that there is not.
 
     checkpoint          a Hugging Face folder or a GGUF file
     adapter             a LoRA folder, merged while loading
@@ -41,13 +42,13 @@ class ModelOptions:
 
     def __post_init__(self):
         if self.dtype not in (None, *DTYPES):
-            raise ValueError(
+            raise UserError(
                 f"dtype = {self.dtype!r} must be one of {', '.join(DTYPES)}; quantize takes schemes"
             )
         head_scheme = choose_head_scheme(self.quantize, self.quantize_head)
         check_head(head_scheme, self.quantize)
         if self.random_weights and (self.adapter or self.chat_template):
-            raise ValueError(
+            raise UserError(
                 "--adapter and --chat_template need the weights and the tokenizer of a --checkpoint"
             )
         for scheme in (self.quantize, head_scheme):
@@ -73,7 +74,7 @@ def folder_sampling(
 ) -> dict[str, float]:
     """The settings of a folder's generation_config.json but for `overrides`, by Sampling's names,
     as transformers and vLLM take them: `do_sample: false` is temperature 0, and `do_sample: true`
-    without a temperature is 1. A GGUF file has none. ValueError names the file, and what `check`
+    without a temperature is 1. A GGUF file has none. UserError names the file, and what `check`
     (decoding.settings.default_sampling) refuses."""
     path = Path(checkpoint)
     file = path / "generation_config.json"
@@ -95,7 +96,7 @@ def folder_sampling(
 @dataclass(frozen=True)
 class DraftOptions:
     """What drafts: a folder, or a spec such as "ngram", or the suffix draft and a folder together.
-    ValueError for options that need a folder.
+    UserError for options that need a folder.
 
     quantize            a scheme for the folder's weights
     sharded             divide the folder's model over the ranks, instead of holding it on every one
@@ -108,13 +109,11 @@ class DraftOptions:
 
     def __post_init__(self):
         if "" in (self.checkpoint, self.spec):
-            raise ValueError(
-                "the draft has an empty name: give a folder or a spec, or leave it out"
-            )
+            raise UserError("the draft has an empty name: give a folder or a spec, or leave it out")
         if self.quantize and not self.checkpoint:
-            raise ValueError("--draft_quantize needs --draft_checkpoint")
+            raise UserError("--draft_quantize needs --draft_checkpoint")
         if self.sharded and not self.checkpoint:
-            raise ValueError(
+            raise UserError(
                 "--draft_tp needs --draft_checkpoint: other drafts are divided as the target is"
             )
         if self.quantize:

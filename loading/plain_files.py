@@ -6,7 +6,7 @@ refuse_lfs_pointer  what git leaves in place of a large file without Git LFS
 read_json           a JSON object from a file; empty without the file
 parse_json          a JSON object from bytes
 is_gguf             whether a file begins like one of llama.cpp's
-error_prefix        puts a file's name in front of a ValueError
+error_prefix        puts a file's name in front of a UserError
 one_line            an error's message on one line
 short_repr          a value of a file as errors show it
 """
@@ -17,34 +17,36 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from decoding.errors import UserError
+
 MAX_TEXT_BYTES = 2**26  # real files of text and vocabularies stay far below
 GGUF_MAGIC = b"GGUF"
 LFS_POINTER = b"version https://git-lfs."
 
 
 def file_exists(file: Path) -> bool:
-    """Does a file exist? ValueError for a dangling link, such as those that a cleaned cache
+    """Does a file exist? UserError for a dangling link, such as those that a cleaned cache
     leaves."""
     if file.is_symlink() and not file.exists():
-        raise ValueError(
+        raise UserError(
             f"{file}: a link to {os.readlink(file)}, which does not exist; fetch the file again"
         )
     return file.exists()
 
 
 def plain_file(file: Path, max_bytes: float = MAX_TEXT_BYTES) -> Path:
-    """The same file. ValueError for a pipe or device, for more bytes, and for a Git LFS pointer."""
+    """The same file. UserError for a pipe or device, for more bytes, and for a Git LFS pointer."""
     if not file.is_file():
-        raise ValueError(f"{file}: a pipe, a device or a folder; give a plain file")
+        raise UserError(f"{file}: a pipe, a device or a folder; give a plain file")
     if file.stat().st_size > max_bytes:
-        raise ValueError(f"{file}: its {file.stat().st_size:,} bytes are more than {max_bytes:,}")
+        raise UserError(f"{file}: its {file.stat().st_size:,} bytes are more than {max_bytes:,}")
     refuse_lfs_pointer(file)
     return file
 
 
 def refuse_lfs_pointer(file: Path) -> None:
     if first_bytes(file, len(LFS_POINTER)) == LFS_POINTER:
-        raise ValueError(
+        raise UserError(
             f"{file}: a Git LFS pointer instead of the file; fetch it with `git lfs pull`"
         )
 
@@ -56,18 +58,18 @@ def read_json(file: Path) -> dict:
     try:
         content = plain_file(file).read_bytes()
     except OSError as error:
-        raise ValueError(f"{file}: not readable as JSON: {one_line(error)}") from None
+        raise UserError(f"{file}: not readable as JSON: {one_line(error)}") from None
     return parse_json(content, file)
 
 
 def parse_json(content: bytes, source: object) -> dict:
-    """A JSON object from bytes, with or without a BOM. ValueError names their source."""
+    """A JSON object from bytes, with or without a BOM. UserError names their source."""
     try:
         value = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{source}: not readable as JSON: {one_line(error)}") from None
+        raise UserError(f"{source}: not readable as JSON: {one_line(error)}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{source}: expected a JSON object, found {type(value).__name__}")
+        raise UserError(f"{source}: expected a JSON object, found {type(value).__name__}")
     return value
 
 
@@ -82,13 +84,13 @@ def first_bytes(file: Path, count: int) -> bytes:
 
 @contextlib.contextmanager
 def error_prefix(prefix: object) -> Iterator[None]:
-    """Put a prefix, such as a file's path, in front of a ValueError's message that lacks it or has
+    """Put a prefix, such as a file's path, in front of a UserError's message that lacks it or has
     its name alone."""
     try:
         yield
-    except ValueError as error:
+    except UserError as error:
         message = str(error).removeprefix(f"{prefix}: ").removeprefix(f"{Path(str(prefix)).name}: ")
-        raise ValueError(f"{prefix}: {message}") from None
+        raise UserError(f"{prefix}: {message}") from None
 
 
 def one_line(error: Exception) -> str:

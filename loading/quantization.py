@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from decoding.errors import UserError
 from weights.formats import FORMATS
 from weights.schemes import choose_head_scheme
 
@@ -37,7 +38,7 @@ class StoredForm(NamedTuple):
 
 
 def read_stored_form(hf: dict, file: Path) -> StoredForm:
-    """The form that quantize.py or save_model wrote into config.json. ValueError names its
+    """The form that quantize.py or save_model wrote into config.json. UserError names its
     `file`."""
     entry = hf.get("quantization")
     if entry is None:
@@ -48,7 +49,7 @@ def read_stored_form(hf: dict, file: Path) -> StoredForm:
         head_scheme = entry.get("head")
         if entry["scheme"] in schemes and head_scheme in (None, *schemes):
             return StoredForm(entry["scheme"], head_scheme, dict.fromkeys(entry.get("kept") or []))
-    raise ValueError(
+    raise UserError(
         f"{file}: quantization = {reprlib.repr(entry)} is not supported; schemes:"
         f" {', '.join(schemes)}"
     )
@@ -58,17 +59,17 @@ def resolve_schemes(
     form: StoredForm, folder: Path, quantize: str | None, head_choice: str | None
 ) -> tuple[str | None, str | None, dict]:
     """(scheme, head scheme, overrides) of the loaded model, for a folder in this form, the user's
-    `quantize`, and `head_choice` as in choose_head_scheme. ValueError if the folder is stored
+    `quantize`, and `head_choice` as in choose_head_scheme. UserError if the folder is stored
     in another scheme."""
     stored = form.scheme
     head_scheme = choose_head_scheme(None if stored else quantize, head_choice)
     if stored and quantize not in (None, stored):
-        raise ValueError(
+        raise UserError(
             f"{folder}: is stored in {stored} and cannot be quantized to {quantize}; use the"
             f" original"
         )
     if stored and head_scheme not in (None, form.head_scheme):
-        raise ValueError(
+        raise UserError(
             f"{folder}: its head is stored in {form.head_scheme or 'full precision'}, not in"
             f" {head_scheme}; use the original to change it"
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from decoding.errors import UserError
 from loading.config import text_part
 from loading.families import FAMILIES
 from loading.files import save_tensors, shard_name, write_atomically, write_index
@@ -27,7 +28,7 @@ def save_model(model: Transformer, checkpoint_dir: str | Path, hf: dict) -> None
     a layer's memory.
 
     config.json is deleted first and written last, so that an interrupted write leaves nothing that
-    load_model would load. ValueError for a packed model.
+    load_model would load. UserError for a packed model.
     """
     linears.check_unpacked(model, "saved")
     quantization_entry(model)
@@ -60,7 +61,7 @@ def names_by_shard(model: Transformer) -> list[list[str]]:
 
 
 def quantization_entry(model: Transformer) -> dict:
-    """The entry "quantization" of a model's config.json; empty in full precision. ValueError for
+    """The entry "quantization" of a model's config.json; empty in full precision. UserError for
     several schemes."""
     scheme_by_name = {
         name: getattr(linear, "scheme", None) for name, linear in named_linears(model)
@@ -72,7 +73,7 @@ def quantization_entry(model: Transformer) -> dict:
         return {}
     if len(schemes) != 1:
         blocks = " and ".join(schemes) or "full precision"
-        raise ValueError(
+        raise UserError(
             f"no folder holds such a model: its blocks are in {blocks}, its head in"
             f" {head_scheme or 'full precision'}; quantize all blocks to one scheme"
         )
@@ -129,7 +130,7 @@ def write_tensors(
             )
             tensors[source] = part.to(dtype if is_cast else part.dtype).contiguous().clone()
             if is_cast and not tensors[source].isfinite().all() and part.isfinite().all():
-                raise ValueError(
+                raise UserError(
                     f"{source}: its weights overflow {dtype}; --dtype bfloat16 has float32's range"
                 )
     if layout := FAMILIES[model.config.family].merged_experts:

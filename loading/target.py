@@ -9,6 +9,7 @@ import hashlib
 
 import torch
 
+from decoding.errors import UserError
 from loading.checkpoint import Checkpoint, load_config, load_model, read_config
 from loading.models import pick_dtype, random_model
 from loading.options import ModelOptions
@@ -20,16 +21,16 @@ from weights.schemes import choose_head_scheme
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device of this name, by default a GPU if there is one. ValueError for one that this
+    """The device of this name, by default a GPU if there is one. UserError for one that this
     machine lacks."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"--device {name}: not available here: {reason}") from None
+        raise UserError(f"--device {name}: not available here: {reason}") from None
     if device.type not in ("cpu", "cuda", "mps"):
-        raise ValueError(f"--device {name}: only cpu, cuda and mps compute")
+        raise UserError(f"--device {name}: only cpu, cuda and mps compute")
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
         # cuDNN's attention plans every new length for some 42 ms on the host (measured in

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from decoding.errors import UserError
 from loading.chat_messages import join_parts, message_forms, render_complete
 from loading.chat_templates import ChatTemplate, load_chat_template, read_chat_template
 from loading.plain_files import error_prefix, file_exists, is_gguf, plain_file
@@ -153,11 +154,11 @@ class Tokenizer:
         of the template. Content may be a list of {"type": "text", "text"} parts, as in OpenAI's
         API, which are joined unless the template loops over them. A tool call's arguments may be an
         object or JSON in a string. Special tokens that the template writes, BOS among them, become
-        ids; those that a message spells stay text. ValueError without a template, if the template
+        ids; those that a message spells stay text. UserError without a template, if the template
         refuses, and if it does not read a message, the tools or a variable.
         """
         if self.template is None:
-            raise ValueError(
+            raise UserError(
                 f"{self.folder}: no chat template (chat_template.jinja or tokenizer_config.json)"
             )
         template = self.template.select(tools)
@@ -206,12 +207,12 @@ class Tokenizer:
         return re.sub(f"(?s)(?={starts}).", lambda first: first[0] + self.runtime.apart, text)
 
     def _check_ids(self, ids: list[int]) -> list[int]:
-        """The same ids. ValueError names a token outside the model's vocabulary."""
+        """The same ids. UserError names a token outside the model's vocabulary."""
         id = max(ids, default=0)
         if id < self.vocab_size:
             return ids
         name = self.runtime.piece(id).decode(errors="replace")
-        raise ValueError(
+        raise UserError(
             f"{self.folder}: the text holds the token {name!r}, whose id {id} lies outside the"
             f" model's vocabulary of {self.vocab_size}"
         )
@@ -226,7 +227,7 @@ def load_tokenizer(
     checkpoint_dir: str | Path, chat_template: str | Path | None = None
 ) -> Tokenizer:
     """The tokenizer of a folder or GGUF file. The file `chat_template` replaces its own template.
-    ValueError names the file that is missing or cannot be read."""
+    UserError names the file that is missing or cannot be read."""
     path = Path(checkpoint_dir)
     if not is_gguf(path):
         return load_folder(path, chat_template)
@@ -242,22 +243,22 @@ def load_tokenizer(
 
 def load_folder(folder: Path, chat_template: str | Path | None = None) -> Tokenizer:
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder or GGUF file")
+        raise UserError(f"{folder}: no such folder or GGUF file")
+    settings = TokenizerSettings(folder)
     with library_errors(folder, "a tokenizer file has invalid values"):
-        settings = TokenizerSettings(folder)
         runtime = open_runtime(folder, settings)
-        variables = runtime.variables | settings.template_variables()
-        if chat_template is None:
-            template = load_chat_template(folder, settings.values, variables)
-        else:
-            template = read_chat_template(Path(chat_template), variables)
-        return Tokenizer(
-            runtime,
-            vocab_size=min(runtime.vocab_size, settings.model_vocab_size),
-            stop_ids=frozenset(runtime.stop_ids | settings.eos_ids()),
-            template=template,
-            folder=str(folder),
-        )
+    variables = runtime.variables | settings.template_variables()
+    if chat_template is None:
+        template = load_chat_template(folder, settings.values, variables)
+    else:
+        template = read_chat_template(Path(chat_template), variables)
+    return Tokenizer(
+        runtime,
+        vocab_size=min(runtime.vocab_size, settings.model_vocab_size),
+        stop_ids=frozenset(runtime.stop_ids | settings.eos_ids()),
+        template=template,
+        folder=str(folder),
+    )
 
 
 def open_runtime(folder: Path, settings: TokenizerSettings) -> Runtime:
@@ -278,7 +279,7 @@ def open_runtime(folder: Path, settings: TokenizerSettings) -> Runtime:
         return RanksRuntime(tekken, read_tekken(tekken), settings)
     if file_exists(hunyuan):
         return RanksRuntime(plain_file(hunyuan), read_tiktoken(hunyuan, settings), settings)
-    raise ValueError(f"{folder}: neither tokenizer.model nor tokenizer.json, nor tekken.json")
+    raise UserError(f"{folder}: neither tokenizer.model nor tokenizer.json, nor tekken.json")
 
 
 def copy_files(folder: Path, other: Path) -> None:
@@ -311,17 +312,17 @@ def conversation_ids(
     **names,
 ) -> list[int]:
     """Ids of the messages in the model's chat format, or without one as texts, a line each, the
-    prefill last. ValueError for messages that say nothing, for what the template does not read, and
+    prefill last. UserError for messages that say nothing, for what the template does not read, and
     without one for variables, tools and calls of them."""
     for number, message in enumerate(messages):
         if not is_message(message):
-            raise ValueError(f"message {number} must be a dict with a role and a content")
+            raise UserError(f"message {number} must be a dict with a role and a content")
     if tokenizer.template is not None:
         return tokenizer.chat(messages, tools=tools, prefill=prefill, **names)
     has_calls = any(message.get("tool_calls") for message in messages)
     unsupported = ["tools"] * bool(tools) + ["tool_calls"] * has_calls + [*names]
     if unsupported:
-        raise ValueError(
+        raise UserError(
             f"this model has no chat template for {', '.join(unsupported)}; give one as"
             " --chat_template FILE"
         )

@@ -27,6 +27,7 @@ import drafts.registry as registry
 from cli.flags import parse_args
 from cli.main import run as run_args
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
 from drafts.base import ModelDraft
@@ -796,7 +797,7 @@ def test_another_kind_of_folder_is_a_function_and_a_case(target, tmp_path, monke
 
     def check(checkpoint, config):
         if checkpoint.hf["dflash_config"].get("layers", 0) > config.n_layers:
-            raise ValueError("too many layers")
+            raise UserError("too many layers")
         return lambda target, tokenizer, **options: NgramDraft(2)
 
     monkeypatch.setattr(

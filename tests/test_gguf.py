@@ -1314,7 +1314,7 @@ def test_a_template_for_tools(names, tmp_path, story_tokenizer):
         ),
         (
             lambda w: add_vocabulary(w, "llama", ["a", "b"], [1]),
-            "shorter than argument 1",
+            "tokenizer.ggml.token_type must be 2 numbers, one a token",
         ),
         (lambda w: add_vocabulary(w, "llama", ["a", "b"], [1, 1]), "not a sentencepiece model"),
     ],
@@ -1438,14 +1438,20 @@ BROKEN = {
         "the file has no tensor blk.0.attn_output.weight",
     ),
     "heads": (after(b"llama.attention.head_count", 4, "I", 3), "m.gguf"),
-    "no heads": (after(b"llama.attention.head_count", 4, "I", 0), "m.gguf"),
+    "no heads": (
+        after(b"llama.attention.head_count", 4, "I", 0),
+        "key llama.attention.head_count = 0 must be a positive number",
+    ),
     "head's size": (
         after(b"llama.attention.key_length", 4, "I", 17),
         "partial_rotary_factor = 0.9411764705882353 is not supported; supported: 1",
     ),
     "layers": (after(b"llama.block_count", 4, "I", 2**31), "num_hidden_layers = 2147483648"),
-    "epsilon": (after(b"layer_norm_rms_epsilon", 4, "f", float("nan")), "rms_norm_eps = nan"),
-    "base": (after(b"rope.freq_base", 4, "f", -1.0), "rope_theta"),
+    "epsilon": (
+        after(b"layer_norm_rms_epsilon", 4, "f", float("nan")),
+        "key llama.attention.layer_norm_rms_epsilon = nan must be a positive number",
+    ),
+    "base": (after(b"rope.freq_base", 4, "f", -1.0), "rope.freq_base = -1.0 must be a positive"),
 }
 
 

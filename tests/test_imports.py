@@ -21,8 +21,9 @@ FILES = sorted(
 )
 PROGRAMS = ("scripts", "benchmarks", "tests")
 
-# What a file may know of the project, besides what these know themselves. What is not listed here
-# is free to know what it likes, as long as imports form a DAG.
+# What a file may know of the project, besides what these know themselves and UserError, which all
+# raise. What is not listed here is free to know what it likes, as long as imports form a DAG.
+EVERYWHERE = {"decoding.errors"}
 KNOWS = {
     "model": set(),
     "tp": {"decoding.launcher"},
@@ -67,8 +68,9 @@ def imported(file: Path) -> set[str]:
 
 
 def test_imports_form_a_dag():
-    graph = {name: imported(file) for name, file in NAMES.items()}
+    graph = {name: imported(file) - EVERYWHERE for name, file in NAMES.items()}
     tuple(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
+    assert not graph["decoding.errors"]
     for name, known in graph.items():
         assert not {other for other in known if other.split(".")[0] in PROGRAMS}, (
             f"{name} imports a program"

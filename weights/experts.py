@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from decoding.errors import UserError
 from weights import formats
 from weights.compiling import LIBRARY, is_small_batch, module_of, register_handle
 from weights.formats import release_memory
@@ -75,7 +76,7 @@ class Stack(nn.Module):
         self.reads_codes = self.uses_words or type(self.format) in formats.SYMMETRIC_FORMATS
         if any(getattr(linear, "scheme", None) != self.scheme for linear in linears):
             reason = "on a GPU all of them need the same"
-            raise ValueError(f"experts of a layer are stored in several formats; {reason}")
+            raise UserError(f"experts of a layer are stored in several formats; {reason}")
         self.register_parameter("bias", None)
         names = first.parts() if self.scheme else ["weight"]
         for name in names:

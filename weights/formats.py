@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decoding.errors import UserError
 from weights.schemes import (  # noqa: F401
     FLOAT32_SCHEMES,
     MLX_BITS,
@@ -424,25 +425,25 @@ FORMATS |= {
 
 
 def format_of(scheme: str) -> Format:
-    """The format of a scheme. ValueError for a scheme that does not exist."""
+    """The format of a scheme. UserError for a scheme that does not exist."""
     check_scheme(scheme, FORMATS)
     return FORMATS[scheme]
 
 
 def check_columns(scheme: str, columns: int, name: str) -> None:
-    """ValueError for rows of `columns` inputs that do not divide into groups."""
+    """UserError for rows of `columns` inputs that do not divide into groups."""
     group = format_of(scheme).group
     if group and columns % group and not FORMATS[scheme].ragged:
-        raise ValueError(
+        raise UserError(
             f"{name}: {columns} inputs are no multiple of the {group} that share a scale in"
             f" {scheme}",
         )
 
 
 def check_finite(weight: Tensor, prefix: str = "") -> None:
-    """ValueError for weights or scales that are NaN or infinite: the formats have no such codes."""
+    """UserError for weights or scales that are NaN or infinite: the formats have no such codes."""
     if not weight.float().isfinite().all():
-        raise ValueError(f"{prefix}weights hold NaN or infinity; no scale can be taken over them")
+        raise UserError(f"{prefix}weights hold NaN or infinity; no scale can be taken over them")
 
 
 # Weights per chunk: temporaries take several times their size and should stay in the cache.
@@ -466,13 +467,13 @@ def quantize_tensor(
     device.
 
     `row_max` (out,), for a scheme with a scale per row: the largest |weight| of each full row, when
-    `weight` holds parts of rows. ValueError for an unknown scheme, inputs that do not divide, and
+    `weight` holds parts of rows. UserError for an unknown scheme, inputs that do not divide, and
     weights that are not finite.
     """
     check_columns(scheme, weight.size(1), f"weight of shape {tuple(weight.shape)}")
     format = FORMATS[scheme]
     if row_max is not None and format.scope != "row_max":
-        raise ValueError(f"{scheme} needs full rows: pass all inputs, without row_max")
+        raise UserError(f"{scheme} needs full rows: pass all inputs, without row_max")
     parts = {}
     for name, (shape, dtype) in format.shapes(*weight.shape).items():
         parts[name] = torch.empty(shape, dtype=dtype, device=weight.device)

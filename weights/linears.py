@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from decoding.errors import UserError
 from exact.products import ROW_COUNTS, RowSplit, find_kernel_split
 from weights import cpu, formats
 from weights.compiling import is_small_batch, register_handle
@@ -189,13 +190,13 @@ class QuantizedLinear(RowsLinear):
 
     def shard(self, dim: int, rank: int, world: int) -> "QuantizedLinear":
         """The shard of rank `rank` of `world`: output rows (dim 0), or inputs in full groups (dim
-        1) with the bias on rank 0 alone. A scale per row stays that of the full row. ValueError for
+        1) with the bias on rank 0 alone. A scale per row stays that of the full row. UserError for
         sizes that do not divide."""
         check_unpacked(self, "sharded")
         sizes = [self.out_features, self.in_features]
         group = max(1, self.format.group) if dim == 1 else 1
         if sizes[dim] % (world * group):
-            raise ValueError(
+            raise UserError(
                 f"{sizes[dim]} cannot be divided into {world} shards of full groups of {group}"
                 f" ({self.scheme}); use fewer ranks, or a scheme with smaller groups"
             )
@@ -503,9 +504,9 @@ KERNELS = {formats.Int8: Int8Linear, formats.Int4: Int4Linear, formats.Mx: MxLin
 
 
 def check_unpacked(module: nn.Module, purpose: str) -> None:
-    """ValueError for a packed model or Linear, whose weights only a kernel can read."""
+    """UserError for a packed model or Linear, whose weights only a kernel can read."""
     if any(getattr(part, "is_packed", False) for part in module.modules()):
-        raise ValueError(
+        raise UserError(
             f"a packed model cannot be {purpose}: only kernels read its weights; load it with"
             f" pack=False"
         )

@@ -1,12 +1,14 @@
 """The names of quantization schemes, without torch. weights/formats.py has their arithmetic.
 
 SCHEMES, STORED_SCHEMES     those to choose from, and those of other programs' files alone
-check_scheme                ValueError for a name that is neither
-check_head                  ValueError for a head in a scheme without one of the others
+check_scheme                UserError for a name that is neither
+check_head                  UserError for a head in a scheme without one of the others
 choose_head_scheme          --quantize_head -> the head's scheme
 """
 
 from collections.abc import Collection
+
+from decoding.errors import UserError
 
 MLX_BITS = (2, 3, 4, 6, 8)
 MLX_GROUPS = (32, 64, 128)
@@ -30,17 +32,17 @@ HEAD_HELP = (
 
 
 def check_scheme(scheme: str, names: Collection[str] = (*SCHEMES, *STORED_SCHEMES)) -> None:
-    """ValueError for a scheme that is none of `names`."""
+    """UserError for a scheme that is none of `names`."""
     if scheme not in names:
-        raise ValueError(
+        raise UserError(
             f"quantization scheme {scheme!r} does not exist; there are {', '.join(names)}"
         )
 
 
 def check_head(head_scheme: str | None, scheme: str | None) -> None:
-    """ValueError for a head in a scheme where the other matrices have none."""
+    """UserError for a head in a scheme where the other matrices have none."""
     if head_scheme and not scheme:
-        raise ValueError(
+        raise UserError(
             f"head {head_scheme} (--quantize_head) needs a scheme of the other matrices"
             " (--quantize)"
         )

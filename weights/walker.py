@@ -92,7 +92,7 @@ def quantize_model(
 
 def quantized_copy(model: nn.Module, scheme: str) -> nn.Module:
     """A draft with quantized Linears in its blocks that shares all other modules with the model.
-    It is not packed: `pack_model(model, copy)` packs both. ValueError for a packed model."""
+    It is not packed: `pack_model(model, copy)` packs both. UserError for a packed model."""
     check_unpacked(model, "copied")
     shared = [module for module in model.modules() if next(module.children(), None) is None]
     duplicate = copy.deepcopy(

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decoding.errors import UserError
 from exact.products import ANY_ROWS
 from weights.formats import Int4, pack_bits, row_chunks, unpack_bits
 from weights.linears import KERNELS, Int4Linear
@@ -38,7 +39,7 @@ TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def find_compiler() -> str:
-    """$CXX, or the first C++ compiler of the path: torch.compile needs the same. ValueError if
+    """$CXX, or the first C++ compiler of the path: torch.compile needs the same. UserError if
     there is none."""
     names = ("g++", "clang++")
     if "CXX" in os.environ:
@@ -47,17 +48,15 @@ def find_compiler() -> str:
         path = shutil.which(name)
         if path is not None:
             return path
-    raise ValueError(
-        "int4_vnni: no compiler; install g++ or clang++, or set CXX to the path of one"
-    )
+    raise UserError("int4_vnni: no compiler; install g++ or clang++, or set CXX to the path of one")
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """int4.c as a library, whose name depends on source, flags and compiler. ValueError without a
+    """int4.c as a library, whose name depends on source, flags and compiler. UserError without a
     compiler or on a processor that lacks the instructions."""
     if not torch.cpu._is_vnni_supported():
-        raise ValueError(
+        raise UserError(
             "int4_vnni: this processor has no AVX-512 VNNI; run generate.py, which needs none"
         )
     command = [find_compiler(), *FLAGS]
@@ -77,14 +76,14 @@ def library() -> ctypes.CDLL:
 
 def compile_to(file: Path, command: list[str]) -> None:
     """Compile int4.c in a temporary folder, and then rename the library: another process may build
-    at the same time. ValueError with the compiler's message."""
+    at the same time. UserError with the compiler's message."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as partial:
         library_file = f"{partial}/library.so"
         command = [*command, str(SOURCE), "-o", library_file]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise ValueError(f"int4_vnni: {command[0]} failed: {done.stderr.strip()[-400:]}")
+            raise UserError(f"int4_vnni: {command[0]} failed: {done.stderr.strip()[-400:]}")
         os.replace(library_file, file)
 
 
@@ -119,7 +118,7 @@ OPERATORS.define(
 @torch.library.impl(OPERATORS, "product", "CPU")
 def multiply(x: Tensor, blocks: Tensor, outputs: int, group: int, center: int, type: int) -> Tensor:
     """x (M, in) times blocks of (outputs, in) -> (M, outputs) in x's dtype. `type`: of the scales,
-    an index of TYPES. A row's bits depend on the row alone. ValueError for a dtype outside
+    an index of TYPES. A row's bits depend on the row alone. UserError for a dtype outside
     TYPES."""
     x = x.contiguous()
     M = x.size(0)
@@ -180,6 +179,6 @@ class VnniLinear(Int4Linear):
 
 
 def plug_in() -> None:
-    """Let every int4 scheme use the kernel from now on. ValueError where the kernel cannot run."""
+    """Let every int4 scheme use the kernel from now on. UserError where the kernel cannot run."""
     library()
     KERNELS[Int4] = VnniLinear

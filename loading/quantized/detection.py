@@ -6,7 +6,7 @@
     OVERRIDES       quant_method -> the function that finds the settings of single modules
 
 Only settings that the tensors cannot reveal are checked here; loading compares the shapes and types
-of all tensors with the Layout. Unsupported keys raise a ValueError that names key and value.
+of all tensors with the Layout. Unsupported keys raise a UserError that names key and value.
 """
 
 import re
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from decoding.errors import UserError
 from loading.families import family_of
 from loading.plain_files import short_repr
 from loading.quantized import floats
@@ -42,12 +43,12 @@ class Layouts(NamedTuple):
     prefixes: Mapping[str, str]  # families.Family's
 
     def of(self, module: str) -> AnyLayout:
-        """ValueError for unsupported settings."""
+        """UserError for unsupported settings."""
         try:
             return self.read(self.override(self.settings, self.names(module)))
         except re.error as error:
             pattern = f"{error.pattern!r} is no pattern of Python's re: {error}"
-            raise ValueError(f"config.json: {ENTRY}: {pattern}") from None
+            raise UserError(f"config.json: {ENTRY}: {pattern}") from None
 
     def names(self, module: str) -> list[str]:
         """A module's name in a text model, and its names in a model that wraps one: writers use
@@ -62,7 +63,7 @@ class Layouts(NamedTuple):
 
 
 def check(settings: dict, entry: str = ENTRY, **supported_by_key: tuple) -> None:
-    """ValueError for a setting that is none of the supported values; types count, so 4.0 is not 4.
+    """UserError for a setting that is none of the supported values; types count, so 4.0 is not 4.
     None is a missing key."""
     for key, supported in supported_by_key.items():
         value = settings.get(key)
@@ -71,9 +72,9 @@ def check(settings: dict, entry: str = ENTRY, **supported_by_key: tuple) -> None
             raise unsupported(settings, key, f"supported: {' or '.join(names)}", entry)
 
 
-def unsupported(settings: dict, key: str, reason: str, entry: str = ENTRY) -> ValueError:
+def unsupported(settings: dict, key: str, reason: str, entry: str = ENTRY) -> UserError:
     value = short_repr(settings.get(key))
-    return ValueError(f"config.json: {entry}: {key} = {value} is not supported; {reason}")
+    return UserError(f"config.json: {entry}: {key} = {value} is not supported; {reason}")
 
 
 def read_object(settings: dict, key: str) -> dict:
@@ -112,12 +113,12 @@ def read_names(settings: dict, key: str) -> list[str]:
 
 def find_layouts(hf: dict) -> Layouts | None:
     """The Layouts of a config.json's quantization_config, None for gpt-oss's MXFP4, which
-    is ours. ValueError for unsupported settings."""
+    is ours. UserError for unsupported settings."""
     settings = hf.get(ENTRY)
     if is_mxfp4(hf):
         return None
     if not isinstance(settings, dict):
-        raise ValueError(f"config.json: {ENTRY} = {short_repr(settings)} is not supported")
+        raise UserError(f"config.json: {ENTRY} = {short_repr(settings)} is not supported")
     check(settings, quant_method=tuple(METHODS))
     method = settings["quant_method"]
     family = family_of(hf)

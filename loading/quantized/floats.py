@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from decoding.errors import UserError
 from loading.plain_files import parse_json, short_repr
 from loading.quantized.layouts import FLOATS, UNSIGNED_WORDS, Layout
 from weights.formats import FORMATS, check_finite
@@ -171,18 +172,18 @@ class Table4:
         return f"weight.quant_state.bitsandbytes__{self.table}"
 
     def state(self, m) -> dict:
-        """ValueError for bytes that are no JSON object, and for missing or invalid sizes."""
+        """UserError for bytes that are no JSON object, and for missing or invalid sizes."""
         source = f"{m.name}.{self.key}"
         stored = m.get(self.key)
         if stored.dtype != torch.uint8 or stored.dim() != 1:
-            raise ValueError(f"{source} must be bytes, and is {list(stored.shape)} {stored.dtype}")
+            raise UserError(f"{source} must be bytes, and is {list(stored.shape)} {stored.dtype}")
         state = parse_json(bytes(stored.tolist()), source)
         check_size(state, "blocksize", source)
         if "nested_blocksize" in state:
             check_size(state, "nested_blocksize", source)
             offset = state.get("nested_offset")
             if not isinstance(offset, float | int):
-                raise ValueError(f"{source}: nested_offset = {short_repr(offset)} is no number")
+                raise UserError(f"{source}: nested_offset = {short_repr(offset)} is no number")
         return state
 
     def tensors(self, m):
@@ -224,4 +225,4 @@ class Table4:
 def check_size(state: dict, key: str, source: str) -> None:
     size = state.get(key)
     if type(size) is not int or size < 1:
-        raise ValueError(f"{source}: {key} = {short_repr(size)} must be a positive whole number")
+        raise UserError(f"{source}: {key} = {short_repr(size)} must be a positive whole number")

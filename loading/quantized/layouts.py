@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from decoding.errors import UserError
 from weights.formats import FORMATS, row_chunks, unpack_bits
 
 # Stored types, as safetensors calls them.
@@ -125,7 +126,7 @@ class Layout:
         if self.has_order:
             groups = m.get(self.order_key).long()
             if not 0 <= groups.min() <= groups.max() < self.groups(m):
-                raise ValueError(
+                raise UserError(
                     f"{m.name}.{self.order_key} has groups outside 0 to {self.groups(m) - 1}"
                 )
             return groups

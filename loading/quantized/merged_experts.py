@@ -25,6 +25,7 @@ from weights.formats import dequantize_tensor
 MERGED = r"(.*\.layers\.\d+\.)({}|{})(|_blocks|_scales|_bias)"
 EXPERT = re.compile(r"(.*\.)mlp\.experts\.\d+\.(gate|up|down)_proj\.(weight|bias)")
 PART_BY_SUFFIX = {"": "weight", "_blocks": "codes", "_scales": "scale", "_bias": "bias"}
+DIMENSIONS = {"": 3, "_blocks": 4, "_scales": 3, "_bias": 2}  # of a merged tensor
 
 
 def is_mxfp4(hf: dict) -> bool:
@@ -78,14 +79,14 @@ def split_experts(tensors: dict[str, object], config: Config) -> dict[str, objec
     }
     # Of down, because gate_up is square where D = 2 F, as in Granite 3.0 1B.
     is_stored_transposed = layout.is_gpt_oss or any(
-        name.endswith(layout.down) and stored.get_shape()[-1] != config.expert_dim
+        name.endswith(layout.down) and stored.get_shape()[-1:] != [config.expert_dim]
         for name, stored in tensors.items()
     )
     split = {}
     for name, stored in tensors.items():
         match = pattern.fullmatch(name)
-        if match is None:
-            split[name] = stored
+        if match is None or len(stored.get_shape()) != DIMENSIONS[match[3]]:
+            split[name] = stored  # check_headers refuses those that no model has
             continue
         layer, merged_module, suffix = match.groups()
         modules, num_rows = parts_by_module[merged_module]

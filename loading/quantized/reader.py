@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from decoding.errors import UserError
 from loading.plain_files import error_prefix
 from loading.quantization import StoredForm, split_schemes
 from loading.quantized.detection import Layouts
@@ -53,7 +54,7 @@ def find_matrices(
     shapes: dict[str, dict[str, tuple[int, int]]],
 ) -> QuantizedMatrices:
     """The quantized ones among `shapes`: our name of a matrix -> {Hugging Face module stacked in
-    it: (out, in)}. ValueError names a matrix that is quantized in part."""
+    it: (out, in)}. UserError names a matrix that is quantized in part."""
     matrices = {}
     stacks = {}
     keys = set()
@@ -70,14 +71,14 @@ def find_matrices(
             else:
                 plain_names.append(name)
         if stack and plain_names and not stack[0].layout.stacks_with_plain:
-            raise ValueError(
+            raise UserError(
                 f"{stack[0].name} is quantized and {plain_names[0]} is not, but both are one matrix"
                 " here: quantize both"
             )
         if ours != "embed":
             stacks[ours] = stack
     if not matrices:
-        raise ValueError(
+        raise UserError(
             f"config.json says that it is quantized, but none of its tensors is called"
             f" *.{' or *.'.join(sorted(keys))}"
         )

@@ -2,7 +2,7 @@
 
 Runtime             text -> ids, id -> bytes, special and added tokens
 end_ids             the tokens that end a turn or a text
-library_errors      every exception of a library, Rust's panics among them, as a ValueError
+library_errors      every exception of a library, Rust's panics among them, as a UserError
 """
 
 import contextlib
@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from decoding.errors import UserError
 from loading.plain_files import one_line
 
 # Tokens that end a turn or a text. A chat model stops at each, although its config often lists only
@@ -101,13 +102,13 @@ def byte_of(piece: str) -> bytes | None:
 
 @contextlib.contextmanager
 def library_errors(file: Path, message: str) -> Iterator[None]:
-    """Turn every exception of a library into a ValueError, which names the file or folder. Rust's
+    """Turn every exception of a library into a UserError, which names the file or folder. Rust's
     panics are BaseExceptions."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
-        raise
+    except (KeyboardInterrupt, SystemExit, AttributeError, ImportError, NameError):
+        raise  # the last three are our own mistakes
     except BaseException as error:
-        if isinstance(error, ValueError) and str(file) in str(error):
+        if isinstance(error, UserError) and str(file) in str(error):
             raise
-        raise ValueError(f"{file}: {message}: {one_line(error)}") from None
+        raise UserError(f"{file}: {message}: {one_line(error)}") from None

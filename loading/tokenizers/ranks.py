@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import tiktoken
 
+from decoding.errors import UserError
 from loading.plain_files import read_json
 from loading.tokenizers.base import APART, Runtime, library_errors
 from loading.tokenizers.settings import LLAMA_CLASSES, TokenizerSettings
@@ -137,7 +138,7 @@ def has_ranks(file: Path) -> bool:
 
 
 def is_hunyuan(file: Path, settings: TokenizerSettings) -> bool:
-    """Are these ranks Hunyuan's, and not Llama 3's? ValueError for settings of another model: the
+    """Are these ranks Hunyuan's, and not Llama 3's? UserError for settings of another model: the
     file does not say how its texts are split."""
     tokenizer_class = settings.get("tokenizer_class")
     model_type = settings.config.get("model_type")
@@ -147,7 +148,7 @@ def is_hunyuan(file: Path, settings: TokenizerSettings) -> bool:
     if file.name == HUNYUAN_FILE:
         return True
     if model_type not in (None, "llama") or tokenizer_class not in classes:
-        raise ValueError(
+        raise UserError(
             f"{file}: ranks of tiktoken, which do not say how a text is split, for tokenizer_class"
             f" = {tokenizer_class!r:.60} and model_type = {model_type!r:.60}; supported: those of"
             " Llama 3 and Hunyuan; add the model's tokenizer.json"

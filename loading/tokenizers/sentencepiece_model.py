@@ -15,7 +15,7 @@ MARK = "\ufffe"
 
 
 class SentencePieceRuntime(Runtime):
-    """ValueError for a file that is no sentencepiece model.
+    """UserError for a file that is no sentencepiece model.
 
     sentencepiece knows no added tokens: the tokenizers library splits a text at their names, with
     the spaces that their flags give to them, and sentencepiece encodes the parts between.

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken
 
-from loading.plain_files import read_json
+from decoding.errors import UserError
+from loading.plain_files import error_prefix, read_json
 
 MAX_ID = 2**24  # real vocabularies stay far below
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # of an added token
@@ -22,10 +23,24 @@ LLAMA_CLASSES = (
 
 
 def added_token(value: str | dict, special: bool = True) -> AddedToken:
-    """A token that is a name, or an object such as {"content": name, "lstrip": true}."""
+    """A token that is a name, or an object such as {"content": name, "lstrip": true}. UserError
+    without a name."""
     token = value if isinstance(value, dict) else {"content": value}
+    if not isinstance(token.get("content"), str):
+        raise UserError(f"{value!r:.99} is no token: give its name, or an object with its content")
     flags = {flag: bool(token[flag]) for flag in FLAGS if flag in token}
     return AddedToken(token["content"], special=special, **flags)
+
+
+def checked_tokens(tokens_by_id: object) -> dict[str | int, dict]:
+    """added_tokens_decoder. UserError for what is no object of objects by id."""
+    is_valid = isinstance(tokens_by_id, dict) and all(
+        str(id).isdecimal() and isinstance(token, dict) and isinstance(token.get("content"), str)
+        for id, token in tokens_by_id.items()
+    )
+    if not is_valid:
+        raise UserError("added_tokens_decoder must have an object with a content for each id")
+    return tokens_by_id
 
 
 class TokenizerSettings:
@@ -45,17 +60,18 @@ class TokenizerSettings:
         own_tokens = self.get("extra_special_tokens")  # of a model: by key, or a list
         if not isinstance(own_tokens, dict):
             own_tokens = {}
-        self.token_by_key = {
-            key: added_token(value)
-            for key, value in {**self.values, **own_tokens}.items()
-            if key.endswith("_token") and value not in (None, True, False)
-        }
-        self.listed = [
-            added_token(value)
-            for key in ("additional_special_tokens", "extra_special_tokens")
-            if isinstance(self.get(key), list)
-            for value in self.get(key)
-        ]
+        with error_prefix(f"{folder}/tokenizer_config.json or special_tokens_map.json"):
+            self.token_by_key = {
+                key: added_token(value)
+                for key, value in {**self.values, **own_tokens}.items()
+                if key.endswith("_token") and value not in (None, True, False)
+            }
+            self.listed = [
+                added_token(value)
+                for key in ("additional_special_tokens", "extra_special_tokens")
+                if isinstance(self.get(key), list)
+                for value in self.get(key)
+            ]
         self.added = self._added_tokens()
 
     def get(self, key: str) -> object:
@@ -84,6 +100,8 @@ class TokenizerSettings:
             tokens_by_id = self._older_tokens()
         special_names = {token.content for token in self.token_by_key.values()}
         added = {}
+        with error_prefix(self.folder / "tokenizer_config.json"):
+            tokens_by_id = checked_tokens(tokens_by_id)
         for id, token in tokens_by_id.items():
             is_special = bool(token.get("special")) or token["content"] in special_names
             added[int(id)] = added_token(token, is_special)
@@ -95,7 +113,10 @@ class TokenizerSettings:
         model lacks: a prompt that spells them is text."""
         listed_names = {token.content for token in self.listed}
         tokens = {}
-        for name, id in read_json(self.folder / "added_tokens.json").items():
+        file = self.folder / "added_tokens.json"
+        for name, id in read_json(file).items():
+            if type(id) is not int or id < 0:
+                raise UserError(f"{file}: {name!r:.99} = {id!r:.99} is no token's id")
             is_marker = name.startswith("<|") and name.endswith("|>")
             is_special = name in listed_names or is_marker or id >= self.model_vocab_size
             tokens[id] = {"content": name, "special": is_special}
@@ -126,11 +147,11 @@ class TokenizerSettings:
         eos_ids = set()
         for file, fields in fields_by_file.items():
             value = fields.get("eos_token_id")
-            ids = set(value) if isinstance(value, list) else {value} - {None}
+            ids = value if isinstance(value, list) else [value] * (value is not None)
             if not all(type(id) is int and 0 <= id < MAX_ID for id in ids):
-                raise ValueError(
+                raise UserError(
                     f"{self.folder / file}: eos_token_id = {value!r:.99} must be a token's id or a"
                     f" list of them"
                 )
-            eos_ids |= ids
+            eos_ids.update(ids)
         return eos_ids

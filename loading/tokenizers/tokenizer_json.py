@@ -8,13 +8,14 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 
+from decoding.errors import UserError
 from loading.tokenizers.base import APART, Runtime, byte_of, library_errors
 from loading.tokenizers.ranks import BYTE_OF_CHAR
 from loading.tokenizers.settings import TokenizerSettings
 
 
 class TokenizersRuntime(Runtime):
-    """ValueError for a file that the library cannot read, and for settings that contradict it."""
+    """UserError for a file that the library cannot read, and for settings that contradict it."""
 
     def __init__(self, file: Path, settings: TokenizerSettings):
         self._file = file
@@ -112,7 +113,7 @@ def rebuild_llama(model: Tokenizer, prepend_scheme: str) -> None:
 
 
 def add_configured_tokens(model: Tokenizer, file: Path, settings: TokenizerSettings) -> None:
-    """Add the tokens of the settings. ValueError for an id that the library does not give.
+    """Add the tokens of the settings. UserError for an id that the library does not give.
 
     As in transformers (TokenizersBackend), a token that the file has too gets its flags from
     added_tokens_decoder, but not from added_tokens.json. Tokens of keys such as eos_token are
@@ -126,7 +127,7 @@ def add_configured_tokens(model: Tokenizer, file: Path, settings: TokenizerSetti
     for id, token in tokens.items():
         new_id = model.token_to_id(token.content)
         if new_id != id:
-            raise ValueError(
+            raise UserError(
                 f"{file}: token {id} = {token.content!r:.99} gets the id {new_id}; correct"
                 " added_tokens_decoder in tokenizer_config.json, or added_tokens.json"
             )

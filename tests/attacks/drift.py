@@ -57,6 +57,7 @@ from benchmarks.record import record
 from cli.errors import exit_on_error
 from cli.flags import DTYPES, Parser, positive
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.kv_8bit import CACHE_TYPES
 from decoding.options import CACHE_NAMES
 from decoding.sampling import GREEDY, Sampling
@@ -91,7 +92,7 @@ NEIGHBOURS = (
 
 
 def prompts_of(args: Namespace) -> dict[str, list[list[int]]]:
-    """Prompts from the text by kind of requests. ValueError for too few paragraphs that are long
+    """Prompts from the text by kind of requests. UserError for too few paragraphs that are long
     enough.
 
     "alike" are the beginnings of paragraphs, of PROMPT ids. "mixed" begin at a few places; a third
@@ -100,7 +101,7 @@ def prompts_of(args: Namespace) -> dict[str, list[list[int]]]:
     rows = (tokenizer.encode(paragraph)[:PROMPT] for paragraph in text.splitlines())
     alike = list(itertools.islice((row for row in rows if len(row) == PROMPT), args.prompts))
     if len(alike) < args.prompts:
-        raise ValueError(
+        raise UserError(
             f"{args.text}: {len(alike)} paragraphs of {PROMPT} tokens, fewer than --prompts asks"
             f" for"
         )

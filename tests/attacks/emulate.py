@@ -38,16 +38,18 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from decoding.errors import UserError
+
 EMULATED = "QUICKDRAFT_EMULATED"  # in the environment of a process that runs with the library
 # ------------------------------------------------------------------------------------- the library
 
 
 def build_library(folder: Path) -> Path:
-    """emulate.c as libcuda.so.1. ValueError where it cannot be built here."""
+    """emulate.c as libcuda.so.1. UserError where it cannot be built here."""
     site = Path(sysconfig.get_paths()["purelib"])
     include = [*site.glob("nvidia/cu*/include"), *site.glob("triton/backends/nvidia/include")]
     if torch.version.cuda is None or not include:
-        raise ValueError("emulating a GPU needs a CUDA build of torch with its headers, and triton")
+        raise UserError("emulating a GPU needs a CUDA build of torch with its headers, and triton")
     file = folder / "libcuda.so.1"
     source = str(Path(__file__).with_suffix(".c"))
     flags = ["-O1", "-w", "-shared", "-fPIC", *(f"-I{path}" for path in include)]

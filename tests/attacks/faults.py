@@ -49,6 +49,7 @@ from tqdm import tqdm
 from benchmarks.record import record
 from cli.errors import exit_on_error
 from cli.flags import Parser, positive
+from decoding.errors import UserError
 from loading.checkpoint import load_model
 from loading.config import config_from_hf
 from loading.models import random_model
@@ -345,12 +346,12 @@ class Whole(NamedTuple):
 
 
 def undisturbed(program: Program, inputs: Path, root: Path) -> Whole:
-    """ValueError where the program does not even work by itself."""
+    """UserError where the program does not even work by itself."""
     case = Case(program, inputs, root)
     case.place()
     seconds = case.run()
     if case.status or case.left:
-        raise ValueError(
+        raise UserError(
             f"{program.name}: status {case.status} without any fault: {case.stderr[-800:]}"
         )
     image = program.image(case.out / program.made) if program.made else None
@@ -573,7 +574,7 @@ FAULTS = {
 def loads(folder: Path) -> bool:
     try:
         load_model(folder)
-    except (ValueError, OSError):
+    except (UserError, OSError):
         return False
     return True
 
@@ -793,7 +794,7 @@ def main() -> None:
             name: fault for name, fault in FAULTS.items() if not args.faults or name in args.faults
         }
         if not programs or not faults:
-            raise ValueError("--only and --faults leave nothing to do; --help shows the names")
+            raise UserError("--only and --faults leave nothing to do; --help shows the names")
         with tempfile.TemporaryDirectory(prefix="faults-") as root:
             found = matrix(programs, faults, args.moments, args.seed, Path(root))
         show(found)

@@ -16,7 +16,7 @@ one line.
                         limits
 
 A case is a number: with the seed it decides everything. It fails on an exception that is no
-ValueError, on a message that is not one line with the folder's name, on loaded weights that are not
+UserError, on a message that is not one line with the folder's name, on loaded weights that are not
 the file's, after 10 s, with 512 MB more than before, and when Python opens, renames, starts or runs
 anything that the folder does not hold (an audit hook) or a file beside the folder changes; but for
 the folder that a GGUF file's vocabulary is read from. This file knows nothing of how folders are
@@ -47,6 +47,7 @@ from benchmarks.record import record
 from cli.errors import exit_on_error
 from cli.flags import Parser, positive
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.sampling import Sampling
 from loading.checkpoint import load_config, load_model
 from loading.config import NEUTRAL, config_from_hf
@@ -1187,7 +1188,7 @@ def attempt(folder: Path) -> dict[str, str]:
     def step(name: str, run: Callable):
         try:
             result = run()
-        except ValueError as error:
+        except UserError as error:
             found[name] = str(error)
             named = str(folder) in found[name] or name in ("chat", "generate")
             if "\n" in found[name] or len(found[name]) > LONGEST_LINE or not named:

@@ -48,6 +48,7 @@ from tqdm import tqdm
 from benchmarks.record import commit_of_checkout, record
 from cli.errors import exit_on_error
 from cli.flags import Parser, positive
+from decoding.errors import UserError
 from tests.attacks.processors import NOTHING_COMPILED
 
 ROOT = Path(__file__).parents[2]
@@ -378,7 +379,7 @@ def measure(
     minutes: float = math.inf,
     report: Callable[[dict], None] = lambda results: None,
 ) -> dict:
-    """`sample` mutants of each file, by default all; results go to `report` after each. ValueError
+    """`sample` mutants of each file, by default all; results go to `report` after each. UserError
     where tests fail without a mistake."""
     start, lock, seconds = time.monotonic(), threading.Lock(), {}
     mutants_by_file = {file: mutants(root, file) for file in tests}
@@ -410,7 +411,7 @@ def measure(
             if text not in seconds:
                 passes, seconds[text] = runner.run(text, LIMIT_S)
                 if not passes:
-                    raise ValueError(
+                    raise UserError(
                         f"{mutant.file}: its tests do not pass without a mistake: {text}"
                     )
             counts["seconds_of_tests"], limit_s = seconds[text], 5 * seconds[text] + 10

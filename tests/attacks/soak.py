@@ -51,6 +51,7 @@ from cli.prompts import Prompt, Row
 from cli.running import run_interruptibly
 from decoding.costs import Costs
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.runner import padded_length
 from decoding.sampling import FILTERED, GREEDY, PLAIN, Sampling
 from drafts.base import Drafter
@@ -228,7 +229,7 @@ class Recorded(LLM):
             yield from super().run(rows, interrupts)
             if once is not None:
                 raise KeyboardInterrupt
-        except ValueError as error:
+        except UserError as error:
             kept.error = str(error)
             raise
         finally:
@@ -265,7 +266,7 @@ def serve(
     answered, for the places where that was interrupted."""
     llm = Recorded.from_engine(engine, tokenizer)
     llm.begin(asked.interrupts, before)
-    with silence(), contextlib.suppress(ValueError, KeyboardInterrupt):
+    with silence(), contextlib.suppress(UserError, KeyboardInterrupt):
         if asked.chat:
             sys.stdin = io.StringIO("".join(" ".join(text.split()) + "\n" for text in asked.texts))
             chat(llm, generate_options(chat_flags(asked)))
