@@ -1,17 +1,14 @@
 """EAGLE-3 (arXiv:2503.01840): one layer drafts from the target's hidden states before each token.
 
     EagleModel      pairs (token, state before it) -> logits at the target's ids
-    EagleDraft      pairs decided tokens with the target's states, drafted ones with the draft's
+    EagleDraft      its drafter
     eagle_of        reads the config.json of three published layouts: SafeAILab's
                     (github.com/SafeAILab/EAGLE, tensors `midlayer.*`), speculators'
                     (github.com/vllm-project/speculators, `layers.0.*`), and DeepSpec's
                     (github.com/deepseek-ai/DeepSpec, likewise, with a layer of Qwen3)
     check           reads the config.json of a folder in any of these layouts
 
-A token is paired with the hidden state of the position before it. Published code stores a pair at
-the position of its state; this file stores it at that of its token, one later, so that pairs are
-cached and prefilled like tokens. RoPE scores depend on distances and stay the same. Position 0 has
-no pair and is masked.
+A token is paired with the hidden state of the position before it (hidden_states.PairModel).
 """
 
 import sys
@@ -22,13 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from drafts.hidden_states import (
-    HiddenStateDraft,
-    HiddenStateModel,
+    PairDraft,
+    PairModel,
     check_target,
     layer_config,
     loader,
     read_layer_ids,
-    states_note,
 )
 from loading.checkpoint import Checkpoint
 from loading.config import Section
@@ -54,7 +50,7 @@ class Eagle(NamedTuple):
     assumption: str = ""  # how config.json was read where it leaves `aux_layer_ids` open
 
 
-class EagleModel(HiddenStateModel):
+class EagleModel(PairModel):
     """One block whose attention reads a token's embedding and a state (B, T, D), the target's or
     the draft's."""
 
@@ -90,15 +86,9 @@ class EagleModel(HiddenStateModel):
         x = torch.cat(aux_states, dim=-1)
         return self.fc(self.input_norm(x))
 
-    def visible_by_window(
-        self,
-        pos: Tensor,
-        caches: Caches,
-        dtype: torch.dtype,
-    ) -> dict:
-        """As in any model, but position 0, which has no pair, is never visible."""
-        key_pos = torch.where(caches.key_pos == 0, 2**30, caches.key_pos)
-        return super().visible_by_window(pos, caches._replace(key_pos=key_pos), dtype)
+    @property
+    def recycles_normed(self) -> bool:
+        return self.eagle.norm_output
 
     def stream(
         self,
@@ -120,62 +110,17 @@ class EagleModel(HiddenStateModel):
         )
         return x + layer.ffn(layer.ffn_norm(x))
 
-    def hidden(
-        self,
-        tokens: Tensor,
-        pos: Tensor,
-        caches: Caches,
-    ) -> Tensor:
-        """Normed states (B, T, D) of decided tokens. `caches.aux_hidden_states` has the target's
-        streams."""
-        pos = pos.expand(tokens.shape)
-        state = self.state_before(pos, caches)
-        return self.norm(self.stream(tokens, pos, caches, state))
-
-    def state_before(self, pos: Tensor, caches: Caches) -> Tensor:
-        """The target's state (B, T, D) before each token at pos (B, T)."""
-        return self.target_states(caches, (pos - 1).clamp(min=0))
-
     def fill(self, checkpoint: Checkpoint, target: Config) -> None:
         """As in other models, in either layout."""
         is_safeai = any(name.startswith("midlayer.") for name in checkpoint.tensors)
         super().fill(checkpoint, target, "midlayer" if is_safeai else "layers.0")
         if self.eagle.assumption:
-            note = f"{self.eagle.assumption}. {states_note(self)}"
+            note = f"{self.eagle.assumption}. {self.advice}"
             print(f"{checkpoint.path}: {note}", file=sys.stderr)
 
 
-class EagleDraft(HiddenStateDraft):
-    """A ModelDraft whose first pass takes as many decided tokens as a round can decide, paired with
-    the target's states. A later pass takes one drafted token, paired with the draft's state from
-    the pass before."""
-
-    num_extra_inputs = 0
-
-    def setup(self, *args) -> None:
-        super().setup(*args)
-        weight = self.model.norm.weight  # (D,)
-        # The draft's state of the last input token (B, 1, D).
-        last_state = weight.new_zeros(len(self.tokens), 1, len(weight))
-        self.register_buffer("last_state", last_state, persistent=False)
-
-    def hidden(
-        self,
-        caches: Caches,
-        state: nn.Module,
-        last: Tensor,
-        T: int,
-    ) -> Tensor:
-        """Normed states (B, T, D) at the T positions up to `last` (B,). T = 1 is a drafted
-        token."""
-        model = self.model
-        tokens, pos = self.inputs(state, last, T)
-        before = self.last_state if T == 1 else model.state_before(pos, caches)
-        x = model.stream(tokens, pos, caches, before)
-        h = model.norm(x)
-        output = h if model.eagle.norm_output else x
-        self.last_state.copy_(output[:, -1:])
-        return h
+class EagleDraft(PairDraft):
+    """The drafter of an EagleModel."""
 
 
 def check(checkpoint: Checkpoint, config: Config) -> Callable[..., EagleDraft]:

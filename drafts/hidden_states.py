@@ -1,13 +1,17 @@
-"""Drafts that read the target's hidden states at some layers: what EAGLE-3 and DFlash share.
+"""Drafts that read the target's hidden states at some layers: what EAGLE-3, DFlash and MTP heads
+share.
 
 AuxHiddenStates     the residual stream at one layer, by position
 HiddenStateModel    a draft model that reads them, and its tensors in a folder
 HiddenStateDraft    makes the target record them, and warns once of a draft whose first tokens
                     are accepted no more often than by chance
+PairModel           a block that reads pairs of a token and the state before it
+PairDraft           pairs decided tokens with the target's states, drafted ones with the draft's
 layer_config        the Config of a draft's layers
 loader, fill_parts  read a published folder
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,7 +26,7 @@ from drafts.vocabulary import gather_logits
 from loading.checkpoint import Checkpoint
 from loading.config import NEOX_KEYS, Section, config_from_hf
 from loading.files import check_headers
-from loading.models import DTYPES, allocate
+from loading.models import DTYPES, allocate, to_dtype
 from loading.weight_names import pieces
 from model import Caches, Config, Linear, Transformer
 from weights.walker import quantized_copy
@@ -83,6 +87,15 @@ class HiddenStateModel(Transformer):
         self.lm_head = Linear(config.dim, vocab_size, bias=False)
         self.register_buffer("ids", None, persistent=False)
 
+    @property
+    def advice(self) -> str:
+        """What may be wrong if hardly any token is accepted."""
+        return (
+            f"The draft reads hidden states {list(self.aux_layer_ids)} of the target, where 0 is"
+            f" the embedding and i the output of the i-th layer; if it was trained on others, name"
+            f" them in its config.json as {self.layers_key}"
+        )
+
     def head(self, h: Tensor) -> Tensor:
         """h (..., D) -> logits (..., V of the target), -inf where the draft has no such token."""
         logits = super().head(h)
@@ -93,7 +106,7 @@ class HiddenStateModel(Transformer):
         vLLM and SGLang do. UserError for a head of fewer tokens, which no target has."""
         if "embed_tokens.weight" not in checkpoint.tensors:
             self.embed = None
-        if "lm_head.weight" in checkpoint.tensors:
+        if self.lm_head is None or "lm_head.weight" in checkpoint.tensors:
             return
         n = self.lm_head.out_features
         if n != V:
@@ -142,7 +155,7 @@ class HiddenStateModel(Transformer):
                 maps["d2t"] = ((n,), ("I64", "I32"))
             if "t2d" in tensors:
                 maps["t2d"] = ((self.config.vocab_size,), ("BOOL", "U8"))
-        fill_parts(checkpoint, self.parts_by_name(block), maps)
+        fill_parts(checkpoint.path, tensors, self.parts_by_name(block), maps)
         if "d2t" in maps:
             draft_ids = torch.arange(n)
             target_ids = draft_ids + tensors["d2t"][...]
@@ -204,17 +217,98 @@ class HiddenStateDraft(ModelDraft):
         if self.num_rounds == MIN_ROUNDS and not mean >= CHANCE:
             print(
                 f"the first drafted token of {MIN_ROUNDS} rounds was accepted with probability"
-                f" {mean:.2f}, which is near chance. {states_note(self.model)}",
+                f" {mean:.2f}, which is near chance. {self.model.advice}",
                 file=sys.stderr,
             )
 
 
-def states_note(model: HiddenStateModel) -> str:
-    return (
-        f"The draft reads hidden states {list(model.aux_layer_ids)} of the target, where 0 is the"
-        f" embedding and i the output of the i-th layer; if it was trained on others, name them in"
-        f" its config.json as {model.layers_key}"
+class PairModel(HiddenStateModel):
+    """One block that reads pairs of a token and the state before it, the target's or the draft's.
+
+    Published code stores a pair at the position of its state; this class stores it at that of its
+    token, one later, so that pairs are cached and prefilled like tokens. RoPE scores depend on
+    distances and stay the same. Position 0 has no pair and is masked.
+    """
+
+    recycles_normed: (
+        bool  # is a drafted token paired with the normed state, as the head's input is?
     )
+
+    def visible_by_window(
+        self,
+        pos: Tensor,
+        caches: Caches,
+        dtype: torch.dtype,
+    ) -> dict:
+        """As in any model, but position 0, which has no pair, is never visible."""
+        key_pos = torch.where(caches.key_pos == 0, 2**30, caches.key_pos)
+        visible = super().visible_by_window(pos, caches._replace(key_pos=key_pos), dtype)
+        for window, keys in visible.items():
+            if keys.index is not None:  # gathered, whatever key_pos says
+                is_first = (keys.index == 0)[:, None, None]  # (B, 1, 1, S)
+                mask = keys.mask.masked_fill(is_first, -math.inf)
+                visible[window] = keys._replace(mask=mask)
+        return visible
+
+    def stream(
+        self,
+        tokens: Tensor,
+        pos: Tensor,
+        caches: Caches,
+        state: Tensor,
+    ) -> Tensor:
+        """tokens and pos (B, T), the state (B, T, D) before each token -> the block's output (B, T,
+        D), not normed."""
+        raise NotImplementedError
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        pos: Tensor,
+        caches: Caches,
+    ) -> Tensor:
+        """Normed states (B, T, D) of decided tokens. `caches.aux_hidden_states` has the target's
+        streams."""
+        pos = pos.expand(tokens.shape)
+        state = self.state_before(pos, caches)
+        return self.norm(self.stream(tokens, pos, caches, state))
+
+    def state_before(self, pos: Tensor, caches: Caches) -> Tensor:
+        """The target's state (B, T, D) before each token at pos (B, T)."""
+        return self.target_states(caches, (pos - 1).clamp(min=0))
+
+
+class PairDraft(HiddenStateDraft):
+    """The drafter of a PairModel. Its first pass takes as many decided tokens as a round can
+    decide, paired with the target's states. A later pass takes one drafted token, paired with the
+    draft's state from the pass before."""
+
+    num_extra_inputs = 0
+
+    def setup(self, *args) -> None:
+        super().setup(*args)
+        weight = self.model.norm.weight  # (D,)
+        # The draft's state of the last input token (B, 1, D).
+        last_state = weight.new_zeros(len(self.tokens), 1, len(weight))
+        self.register_buffer("last_state", last_state, persistent=False)
+
+    def hidden(
+        self,
+        caches: Caches,
+        state: nn.Module,
+        last: Tensor,
+        T: int,
+    ) -> Tensor:
+        """Normed states (B, T, D) at the T positions up to `last` (B,). T = 1 is a drafted
+        token."""
+        model = self.model
+        tokens, pos = self.inputs(state, last, T)
+        before = self.last_state if T == 1 else model.state_before(pos, caches)
+        x = model.stream(tokens, pos, caches, before)
+        h = model.norm(x)
+        output = h if model.recycles_normed else x
+        self.last_state.copy_(output[:, -1:])
+        return h
 
 
 def layer_config(layer: Section, outer: Section) -> Config:
@@ -247,16 +341,17 @@ def read_layer_ids(section: Section, key: str, highest: int) -> tuple[int, ...]:
 
 @torch.no_grad()
 def fill_parts(
-    checkpoint: Checkpoint,
+    path: Path,
+    tensors: dict[str, object],
     parts: dict[str, Tensor],
     maps: dict[str, tuple] | None = None,
 ) -> None:
-    """Copy a folder's tensors into the parts of these names. UserError lists those that do not
-    fit. `maps`: shape and types of the folder's further tensors."""
+    """Copy the stored tensors of a folder into the parts of these names. UserError lists those
+    that do not fit. `maps`: shape and types of further tensors."""
     expected = {name: (tuple(part.shape), DTYPES) for name, part in parts.items()}
-    check_headers(checkpoint.path, expected | (maps or {}), checkpoint.tensors, False)
+    check_headers(path, expected | (maps or {}), tensors, False)
     for name, part in parts.items():
-        part.copy_(checkpoint.tensors[name][...])
+        part.copy_(tensors[name][...])
 
 
 def loader(
@@ -277,7 +372,7 @@ def loader(
             )
         like = target.norm.weight
         with torch.device("meta"):
-            model = new_model().to(like.dtype)
+            model = to_dtype(new_model(), like.dtype)
         model.drop_unstored(checkpoint, target.config.vocab_size)
         allocate(model, like.device)
         model.fill(checkpoint, target.config)

@@ -75,11 +75,7 @@ def empty_model(
     """
     check_head(head_scheme, scheme)
     with torch.device("meta"):
-        model = Transformer(config).to(dtype)
-        if config.selection_bias:
-            for name, parameter in model.named_parameters():
-                if name.endswith((".selection_bias", ".router.weight")):
-                    parameter.data = parameter.data.float()  # as in transformers and vLLM
+        model = to_dtype(Transformer(config), dtype)
     shrink_to_shard(model, ranks)
     for name in sorted({name.rpartition(".")[0] for name in overrides if name[-1].isdigit()}):
         linear = model.get_submodule(name)
@@ -96,6 +92,17 @@ def empty_model(
         return QuantizedLinear.empty_like(linear, target_scheme)
 
     return walker.replace_linears(model, empty) if scheme or overrides else model
+
+
+def to_dtype(model: Transformer, dtype: torch.dtype) -> Transformer:
+    """The model in this dtype. Where experts have a selection bias, what chooses among them stays
+    float32, as in transformers and vLLM."""
+    model.to(dtype)
+    if model.config.selection_bias:
+        for name, parameter in model.named_parameters():
+            if name.endswith((".selection_bias", ".router.weight")):
+                parameter.data = parameter.data.float()
+    return model
 
 
 def allocate(module: nn.Module, device: str | torch.device) -> nn.Module:
