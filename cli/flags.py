@@ -40,7 +40,7 @@ from loading.options import (
     DraftOptions,
     ModelOptions,
     folder_sampling,
-    split_spec,
+    split_folder,
 )
 from weights.schemes import HEAD_HELP, SCHEMES
 
@@ -243,7 +243,8 @@ def parser() -> argparse.ArgumentParser:
         default="block",
         help="accept sampled draft tokens as a block or one by one; default: block",
     )
-    add("--draft_quantize", metavar="SCHEME", help="quantize the weights of --draft_checkpoint")
+    draft_quantize_help = "quantize the weights of --draft_checkpoint or --draft mtp"
+    add("--draft_quantize", metavar="SCHEME", help=draft_quantize_help)
     add(
         "--fixed_width_steps",
         action="store_true",
@@ -392,7 +393,7 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
 
 
 def draft_options(args: argparse.Namespace) -> DraftOptions:
-    spec, folder = split_spec(args.draft)
+    spec, folder = split_folder(args.draft)
     if args.draft_checkpoint is not None:
         folder = args.draft_checkpoint
     return DraftOptions(

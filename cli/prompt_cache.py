@@ -145,6 +145,7 @@ def cache_identity(options: Options) -> dict[str, str]:
         "format": FORMAT,
         "--checkpoint": checkpoint_identity(target),
         "--draft_checkpoint": checkpoint_identity(options.draft.checkpoint),
+        "--draft mtp": checkpoint_identity(options.draft.head_folder(chosen.source)),
         "--adapter": str(chosen.adapter and adapter_hash(chosen.adapter)),
         "--random_weights": str(shape),
     }

@@ -26,7 +26,15 @@ from drafts.base import Drafter
 from loading.checkpoint import Checkpoint
 from loading.draft_types import draft_type_of
 from loading.hub import checkpoint_path
-from loading.options import SPEC_HELP, SPECS, DraftOptions, ModelOptions, split_spec
+from loading.options import (
+    MTP_SPEC,
+    SPEC_HELP,
+    SPECS,
+    DraftOptions,
+    ModelOptions,
+    split_folder,
+    split_spec,
+)
 from loading.plain_files import error_prefix
 from loading.target import load_target, target_config
 from loading.tokenizer import Tokenizer
@@ -47,8 +55,8 @@ def load_drafter(
     progress: bool = False,
 ) -> Drafter:
     """The Drafter for this target. A Path or Checkpoint is a folder of any kind in `folder_check`.
-    Text is a spec (loading.options.SPECS) or else the name of a folder. suffix[:N],DIR is the
-    suffix draft and a folder's together.
+    Text is a spec (loading.options.SPECS; "mtp" with its folder) or else the name of a folder.
+    suffix[:N],DIR is the suffix draft and a folder's together.
 
     `dtype` and `quantize` are those of a draft model; `sharded` divides it over the ranks. With
     `pack` the target and the draft are packed for their kernels; a target that is packed already
@@ -72,7 +80,7 @@ def find_draft(draft) -> object:
         if not hasattr(draft, "propose"):
             raise UserError(f"draft = {draft!r:.99} must be a folder, a spec or a drafter")
         return draft
-    spec, folder = split_spec(draft) if isinstance(draft, str) else (None, os.fspath(draft))
+    spec, folder = split_folder(draft) if isinstance(draft, str) else (None, os.fspath(draft))
     if folder is None:
         folder = checkpoint_path(spec)
         if folder == spec and not is_folder(spec):
@@ -93,7 +101,7 @@ def load_models(
     unpacked weights."""
     config = target_config(options)
     is_object = not isinstance(draft, DraftOptions)
-    load = None if is_object else draft_loader(draft, config, options.dtype, progress)
+    load = None if is_object else draft_loader(draft, options, config, progress)
     model, tokenizer = load_target(options, device, ranks, progress)
     drafter = draft if is_object else load(model, tokenizer)
     pack_with(model, drafter)
@@ -102,19 +110,20 @@ def load_models(
 
 def draft_loader(
     options: DraftOptions,
+    target: ModelOptions,
     config: Config,
-    dtype: str | None,
     progress: bool = False,
 ) -> Callable[..., Drafter | None]:
-    """`check_draft` of these options. It returns load(target, tokenizer), which gives None where
-    they name no draft."""
-    if options.source is None:
+    """`check_draft` of these options, for a target of this config. It returns load(target,
+    tokenizer), which gives None where they name no draft."""
+    source = options.source_for(target.source)
+    if source is None:
         return lambda target, tokenizer: None
     if options.spec and is_folder(options.spec):
         raise UserError(f"--draft {options.spec}: a folder belongs to --draft_checkpoint")
     return functools.partial(
-        check_draft(options.source, config),
-        dtype=dtype,
+        check_draft(source, config),
+        dtype=target.dtype,
         quantize=options.quantize,
         sharded=options.sharded,
         progress=progress,
@@ -142,17 +151,22 @@ def check_draft(folder_or_spec: str | Path | Checkpoint, config: Config) -> Call
     no weights."""
     if is_folder(folder_or_spec):
         return check_folder(Checkpoint.of(folder_or_spec), config)
-    spec, folder = split_spec(folder_or_spec)
+    spec, other = split_spec(folder_or_spec)
     kind, _, value = spec.partition(":")
     with error_prefix(f"--draft {folder_or_spec}"):
         load = spec_parser(kind)(value, config)
-    return load if folder is None else hybrid_loader(load, Checkpoint(folder), config)
+    return load if other is None else hybrid_loader(load, other, config)
 
 
-def check_folder(checkpoint: Checkpoint, config: Config) -> Callable:
-    """`check_draft` of a folder, which all ranks must read alike."""
+def check_folder(
+    checkpoint: Checkpoint,
+    config: Config,
+    draft_type: str | None = None,
+) -> Callable:
+    """`check_draft` of a folder, which all ranks must read alike, of this draft_type or by default
+    of the one that its config.json says."""
     with error_prefix(checkpoint.path / "config.json"):
-        load = folder_check(draft_type_of(checkpoint.hf))(checkpoint, config)
+        load = folder_check(draft_type or draft_type_of(checkpoint.hf))(checkpoint, config)
 
     def load_alike(target: Transformer, tokenizer: Tokenizer, **options) -> Drafter:
         ranks_of(target).check_same(checkpoint.fingerprints)
@@ -161,14 +175,15 @@ def check_folder(checkpoint: Checkpoint, config: Config) -> Callable:
     return load_alike
 
 
-def hybrid_loader(load_suffix: Callable, folder: Checkpoint, config: Config) -> Callable:
-    """Check a folder's draft, and return the loader of both as one drafter."""
+def hybrid_loader(load_suffix: Callable, other: str, config: Config) -> Callable:
+    """Check the draft of a folder or an MTP head, and return the loader of both as one drafter."""
     from drafts.hybrid import HybridDraft
 
-    load_folder = check_folder(folder, config)
+    is_head = MTP_SPEC.fullmatch(other) is not None
+    load_other = check_draft(other if is_head else Path(other), config)
 
     def load(target: Transformer, tokenizer: Tokenizer, **options) -> HybridDraft:
-        drafter = load_folder(target, tokenizer, **options)
+        drafter = load_other(target, tokenizer, **options)
         return HybridDraft(drafter, load_suffix(target, tokenizer).depth)
 
     return load
@@ -186,6 +201,8 @@ def folder_check(kind: str) -> Callable:
             from drafts.eagle import check
         case "dflash":
             from drafts.dflash import check
+        case "mtp":
+            from drafts.mtp import check
     return check
 
 
@@ -209,7 +226,16 @@ def spec_parser(kind: str) -> Callable:
             from drafts.target_layers import quantized_from_spec
 
             return quantized_from_spec
+        case "mtp":
+            return mtp_head
     raise UserError(f"expected {SPEC_HELP}")
+
+
+def mtp_head(value: str, config: Config) -> Callable:
+    """The parser of the folder or GGUF file of an MTP head."""
+    if not value:
+        raise UserError("the folder with the head is missing: mtp:DIR")
+    return check_folder(Checkpoint(value), config, "mtp")
 
 
 def matcher(draft_class: type[Drafter]) -> Callable:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decoding.errors import UserError
+from loading.hub import checkpoint_path
 from loading.plain_files import error_prefix, is_gguf, read_json
 from weights.schemes import check_head, check_scheme, choose_head_scheme
 
@@ -96,7 +97,7 @@ def folder_sampling(
 @dataclass(frozen=True)
 class DraftOptions:
     """What drafts: a folder, or a spec such as "ngram", or the suffix draft and a folder together.
-    UserError for options that need a folder.
+    UserError for options that need weights of the draft's own.
 
     quantize            a scheme for the folder's weights
     sharded             divide the folder's model over the ranks, instead of holding it on every one
@@ -110,9 +111,10 @@ class DraftOptions:
     def __post_init__(self):
         if "" in (self.checkpoint, self.spec):
             raise UserError("the draft has an empty name: give a folder or a spec, or leave it out")
-        if self.quantize and not self.checkpoint:
-            raise UserError("--draft_quantize needs --draft_checkpoint")
-        if self.sharded and not self.checkpoint:
+        has_weights = self.checkpoint or MTP_SPEC.fullmatch(self.spec or "")
+        if self.quantize and not has_weights:
+            raise UserError("--draft_quantize needs --draft_checkpoint or --draft mtp")
+        if self.sharded and not has_weights:
             raise UserError(
                 "--draft_tp needs --draft_checkpoint: other drafts are divided as the target is"
             )
@@ -126,6 +128,20 @@ class DraftOptions:
             return self.spec
         return f"{self.spec},{self.checkpoint}" if self.spec else Path(self.checkpoint)
 
+    def head_folder(self, target: str) -> str | None:
+        """The folder or file of an MTP head: that of the target of this path, unless the spec names
+        another. None for other drafts."""
+        match = MTP_SPEC.fullmatch(self.spec or "")
+        return match and checkpoint_path(match[2] or target)
+
+    def source_for(self, target: str) -> str | Path | None:
+        """`source` for the target of this path, with the folder of an MTP head."""
+        folder = self.head_folder(target)
+        if folder is None:
+            return self.source
+        suffix, _ = MTP_SPEC.fullmatch(self.spec).groups("")
+        return f"{suffix}mtp:{folder}"
+
 
 # How users write the specs of --draft, by their names. drafts.registry has their parsers.
 SPECS = {
@@ -133,12 +149,20 @@ SPECS = {
     "ngram": "ngram[:N]",
     "layers": "layers:0-7,24-31",
     "quantized": "quantized:SCHEME",
+    "mtp": "mtp[:DIR]",
 }
 SPEC_HELP = ", ".join((*SPECS.values(), "or suffix[:N],DIR with a draft folder"))
+# An MTP head, alone or after a suffix draft, and its folder
+MTP_SPEC = re.compile("(suffix(?::[^,]*)?,)?mtp(?::(.*))?")
 
 
 def split_spec(text: str | None) -> tuple[str | None, str | None]:
-    """A spec of --draft -> the spec, and the folder that follows a suffix draft, or None:
+    """A spec of --draft -> the spec, and the draft that follows a suffix draft, or None:
     "suffix:8,DIR" -> ("suffix:8", "DIR")."""
     match = re.fullmatch("(suffix(?::[^,]*)?),(.*)", text or "")
     return match.groups() if match else (text, None)
+
+
+def split_folder(text: str | None) -> tuple[str | None, str | None]:
+    """`split_spec` where a folder follows. An MTP head is part of the spec."""
+    return (text, None) if MTP_SPEC.fullmatch(text or "") else split_spec(text)

@@ -157,7 +157,7 @@ def load_sides(a: Options, b: Options, prompts: list[Prompt]) -> tuple[Side, Sid
     sides = []
     for options in (a, b):
         config = target_config(options.model)
-        load_draft = draft_loader(options.draft, config, options.model.dtype, progress=True)
+        load_draft = draft_loader(options.draft, options.model, config, progress=True)
         if options.model not in targets:  # a model with the same options is loaded once
             device = pick_device(options.model.device)
             targets[options.model] = load_target(options.model, device, progress=True)

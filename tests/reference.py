@@ -95,12 +95,15 @@ def rotates(hf: dict, layer: int) -> bool:
     )
 
 
+LISTED_WINDOWS = ("granite_swa", "mellum", "cwm", "ministral", "gemma3_text", "exaone_moe")
+
+
 def window_of(hf: dict, layer: int) -> int | None:
-    if hf["model_type"] in ("granite_swa", "mellum", "cwm", "ministral", "gemma3_text"):
+    if hf["model_type"] in LISTED_WINDOWS:
         return hf["sliding_window"] if "sliding" in hf["layer_types"][layer] else None
     if hf["model_type"] == "dots1":
         return hf["sliding_window"] if layer >= hf["max_window_layers"] else None
-    if hf["model_type"] in ("olmo3", "exaone4", "exaone_moe"):
+    if hf["model_type"] in ("olmo3", "exaone4"):
         return hf["sliding_window"] if (layer + 1) % 4 else None
     if hf["model_type"] in ("qwen2", "qwen3"):
         slides = hf.get("use_sliding_window") and layer >= hf["max_window_layers"]

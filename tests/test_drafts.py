@@ -33,6 +33,7 @@ from decoding.statistics import Timing
 from drafts.base import ModelDraft
 from drafts.dflash import DFlash, DFlashDraft, DFlashModel
 from drafts.eagle import Eagle, EagleDraft, EagleModel, eagle_of
+from drafts.mtp import HEADS, MtpDraft, MtpModel
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft, pard_token
 from drafts.registry import check_draft, folder_check, load_drafter
@@ -494,9 +495,23 @@ def tiny_dflash(
     return model.requires_grad_(False).eval()
 
 
+def tiny_mtp(target: Transformer, scale: float = 0.5, window: int | None = None) -> MtpModel:
+    """A random dense MTP head for a tiny target, of MiMo's kind."""
+    fields = {"n_layers": 1, "windows": (window,), "tie_embeddings": False}
+    config = Config(**{**vars(target.config), **fields})
+    model = MtpModel(config, HEADS["mimo"], target.config.n_layers)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, scale, generator=generator)
+    return model.requires_grad_(False).eval()
+
+
 def tiny_drafter(kind: str, target: Transformer):
     if kind == "dflash":
         return DFlashDraft(tiny_dflash(target))
+    if kind == "mtp":
+        return MtpDraft(tiny_mtp(target))
     if kind == "pard":
         return PardDraft(tiny(7, vocab_size=target.config.vocab_size + 1), target.config.vocab_size)
     if kind == "eagle":
@@ -510,7 +525,7 @@ def tiny_drafter(kind: str, target: Transformer):
     return ModelDraft(other) if mask is None else PardDraft(other, 4)
 
 
-LAWS = ["pard", "eagle, fewer ids", "dflash", "shared"]
+LAWS = ["pard", "eagle, fewer ids", "dflash", "mtp", "shared"]
 
 
 @pytest.mark.parametrize(
@@ -555,6 +570,8 @@ def test_a_broken_law_is_caught(broken):
 def any_drafter(kind: str, target: Transformer, draft: Transformer):
     if kind == "dflash":
         return DFlashDraft(tiny_dflash(target, 0.3))
+    if kind == "mtp":
+        return MtpDraft(tiny_mtp(target, 0.3, 9))
     if kind == "pard":
         return PardDraft(draft, 60)
     if kind == "eagle":
@@ -567,13 +584,18 @@ def any_drafter(kind: str, target: Transformer, draft: Transformer):
     return ModelDraft(copy)
 
 
-KINDS = ["pard", "eagle", "dflash", "shared"]
+KINDS = ["pard", "eagle", "dflash", "mtp", "shared"]
 
 
 @pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.attack), 5])
 @pytest.mark.parametrize(
     "kind",
-    ["pard", "eagle", *(pytest.param(x, marks=pytest.mark.attack) for x in ("dflash", "shared"))],
+    [
+        "pard",
+        "eagle",
+        "mtp",
+        *(pytest.param(x, marks=pytest.mark.attack) for x in ("dflash", "shared")),
+    ],
 )
 def test_greedy_equals_plain_greedy(kind, k):
     target, draft = pair()

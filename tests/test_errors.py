@@ -236,7 +236,8 @@ def test_running_out_of_memory_is_said(text_folder, monkeypatch, capsys):
 FLAGS = {  # what is wrong without a look at any weight; what the line must name
     "kind of draft": (
         ["--draft", "foo"],
-        "--draft foo: expected suffix[:N], ngram[:N], layers:0-7,24-31, quantized:SCHEME, or",
+        "--draft foo: expected suffix[:N], ngram[:N], layers:0-7,24-31, quantized:SCHEME,"
+        " mtp[:DIR], or",
     ),
     "tokens to match": (
         ["--draft", "ngram:0"],

@@ -21,7 +21,7 @@ SAMPLINGS = {
 }
 KINDS = {
     **dict.fromkeys(("model", "itself", "layers", "ngram1", "suffix"), test_speculative),
-    **dict.fromkeys(("eagle", "pard", "dflash", "shared"), test_drafts),
+    **dict.fromkeys(("eagle", "pard", "dflash", "mtp", "shared"), test_drafts),
 }
 
 

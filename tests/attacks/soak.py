@@ -166,7 +166,7 @@ def build(names: list[str]) -> dict[str, tuple[Engine, Tokenizer]]:
     drafters = {}
     for name, options in chosen.items():
         model, tokenizer = targets[options.model]
-        load_draft = draft_loader(options.draft, model.config, options.model.dtype)
+        load_draft = draft_loader(options.draft, options.model, model.config)
         drafters[name] = load_draft(model, tokenizer)
     models = [model for model, _ in targets.values()]
     pack_model(

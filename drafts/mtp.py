@@ -1,0 +1,227 @@
+"""MTP heads ("NextN"): one decoder layer in the target's own files drafts from the target's last
+state before each token.
+
+    Mtp         how a family's head is stored and fed;  HEADS  model_type -> Mtp
+    MtpModel    pairs (token, state before it) -> logits
+    check       reads the config.json of a folder with a head
+
+With t a token and h the state before it,
+
+    m = block(eh_proj(cat(enorm(embed(t)), hnorm(h))))
+    logits of the token after t = lm_head(norm(m))
+
+`embed` and `lm_head` are the target's; copies of them inside the head's layer are not read. A
+drafted token is paired with the head's own state in place of the target's, so one head drafts any
+number of tokens. vLLM zeroes the embedding at position 0; pairs begin at position 1 here, and t_1
+stays.
+
+Whether a state is normed decides about acceptance alone, and implementations disagree. Sources:
+transformers, modeling_layers.py (GLM-4.5, Mellum 2); exllamav3, hy_v3_mtp.py and mimo_mtp.py (vLLM
+recycles MiMo's state normed); vLLM, exaone_moe_mtp.py; FastDeploy, ernie4_5_mtp.py; llama.cpp,
+glm4-moe.cpp.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from decoding.errors import UserError
+from drafts.hidden_states import PairDraft, PairModel, check_target, fill_parts, loader
+from loading.checkpoint import Checkpoint
+from loading.config import Section
+from loading.families import FAMILIES
+from loading.weight_names import pieces
+from model import Caches, Config, Linear, RMSNorm, Transformer
+
+OWN = ("enorm", "hnorm", "eh_proj", "norm")  # the modules beside the layer
+COPIES = ("embed_tokens.weight", "head.weight")  # how copies of the target's are called
+# Keys of config.json that declare heads, in transformers' two spellings and MiniMax's.
+COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+MLP_TYPES = ("dense", "sparse")
+
+
+class Mtp(NamedTuple):
+    """A family's MTP head; the defaults are those of most."""
+
+    prefix: str = "model.layers.{}."  # of its tensors; {}: the number of the target's layers
+    # Of OWN. Where the last one is missing, the target's norm takes its place.
+    names: tuple[str, ...] = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+    layer: str = ""  # the further prefix of the layer's
+    state_first: bool = False  # does eh_proj read the state before the embedding?
+    reads_normed: bool = True  # is the target's state read after the target's last norm?
+    recycles_normed: bool = True  # and the head's own after `norm`?
+    # Of the layer, where config.json does not say it.
+    layer_type: str = "full_attention"
+    mlp_type: str = "dense"
+
+
+MTP_NAMES = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+GGUF_NAMES = ("nextn.enorm", "nextn.hnorm", "nextn.eh_proj", "nextn.shared_head_norm")
+HEADS = {
+    "glm4_moe": Mtp(mlp_type="sparse"),
+    "hy_v3": Mtp(names=("enorm", "hnorm", "eh_proj", "final_layernorm"), mlp_type="sparse"),
+    "exaone_moe": Mtp("mtp.", MTP_NAMES, "layers.0."),
+    "mellum": Mtp(
+        "mtp.", MTP_NAMES, "layers.0.", layer_type="sliding_attention", mlp_type="sparse"
+    ),
+    "mimo": Mtp(
+        "model.mtp_layers.0.",
+        ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+        state_first=True,
+        reads_normed=False,
+        recycles_normed=False,
+    ),
+    "ernie4_5_moe": Mtp(
+        "model.",
+        ("mtp_emb_norm.0", "mtp_hidden_norm.0", "mtp_linear_proj.0"),
+        "mtp_block.0.",
+        reads_normed=False,
+        recycles_normed=False,
+    ),
+}
+
+
+class MtpModel(PairModel):
+    """A decoder layer whose input is made of a token's embedding and the state before it."""
+
+    advice = (
+        "The MTP head may belong to other weights than the target's, as after fine-tuning without"
+        " it"
+    )
+
+    def __init__(
+        self,
+        config: Config,
+        mtp: Mtp,
+        n_layers: int,
+    ):
+        """`config`: of its layer; n_layers: of the target."""
+        super().__init__(config, config.vocab_size)
+        self.mtp = mtp
+        self.recycles_normed = mtp.recycles_normed
+        self.aux_layer_ids = (n_layers,)
+        self.embed = None
+        self.lm_head = None
+        self.enorm = RMSNorm(config.dim, config.norm_eps)
+        self.hnorm = RMSNorm(config.dim, config.norm_eps)
+        self.eh_proj = Linear(2 * config.dim, config.dim, bias=False)
+        self.target_norm = nn.Identity()
+        if len(mtp.names) < len(OWN):
+            self.norm = None
+
+    def borrow(self, target: Transformer) -> None:
+        super().borrow(target)
+        if self.mtp.reads_normed:
+            self.target_norm = target.norm
+        if self.norm is None:
+            self.norm = target.norm
+
+    def fuse(self, x: Tensor) -> Tensor:
+        """What leaves the target's last layer (B, T, D) -> the state that is read."""
+        return self.target_norm(x)
+
+    def stream(
+        self,
+        tokens: Tensor,
+        pos: Tensor,
+        caches: Caches,
+        state: Tensor,
+    ) -> Tensor:
+        parts = [self.enorm(self.embedded(tokens)), self.hnorm(state)]
+        if self.mtp.state_first:
+            parts.reverse()
+        x = self.eh_proj(torch.cat(parts, dim=-1))  # (B, T, 2D) -> (B, T, D)
+        visible = self.visible_by_window(pos, caches, x.dtype)[self.windows[0]]
+        rope = self.rope.by_type(pos, caches.max_seq_length)[self.rope_types[0]]
+        return self.layers[0](x, pos, rope, visible, caches.layers[0])
+
+    def stored_parts(self) -> Iterator[tuple[str, Tensor]]:
+        prefix = self.mtp.prefix.format(*self.aux_layer_ids)
+        names = dict(zip(OWN, self.mtp.names))
+        for name, parameter in self.named_parameters():
+            module, _, part = name.rpartition(".")
+            if module in names:
+                yield f"{prefix}{names[module]}.{part}", parameter
+                continue
+            for source, rows in pieces(self.config, name, parameter):
+                yield source.replace("model.layers.0.", prefix + self.mtp.layer), rows
+
+    def fill(self, checkpoint: Checkpoint, target: Config) -> None:
+        """Copy the head's tensors, which stand among those of a target of this Config, into the
+        model. UserError names those that do not fit."""
+        parts = dict(self.stored_parts())
+        unused = FAMILIES[target.family].unused  # by the target
+        prefixes = tuple(prefix.format(n_layers=target.n_layers) for prefix in unused)
+        tensors = {
+            name: stored
+            for name, stored in checkpoint.tensors.items()
+            if name in parts or (name.startswith(prefixes) and not name.endswith(COPIES))
+        }
+        fill_parts(checkpoint.path, tensors, parts)
+
+
+class MtpDraft(PairDraft):
+    """The drafter of an MtpModel."""
+
+
+def check(checkpoint: Checkpoint, config: Config) -> Callable[..., MtpDraft]:
+    """Check a folder or GGUF file with an MTP head for a target of this Config, and return its
+    loader (drafts.registry.folder_check). UserError names what declares a head that cannot be
+    read, or the tensor that is missing."""
+    hf = Section(checkpoint.hf)
+    for key in COUNTS:
+        if hf.get(key) and hf.size(key) > 1:
+            raise hf.refused(key, "declares several MTP heads in a row; supported: 1")
+    if config.family not in HEADS:
+        supported = ", ".join(HEADS)
+        raise hf.refused("model_type", f"has no MTP head that can be read; supported: {supported}")
+    if hf["model_type"] != config.family:
+        raise hf.refused("model_type", f"is of another target: this one is {config.family!r}")
+    sizes = {
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.n_layers,
+        "vocab_size": config.vocab_size,
+    }
+    check_target(hf, sizes)
+    mtp = HEADS[config.family]
+    prefix = mtp.prefix.format(config.n_layers)
+    if checkpoint.is_gguf:
+        has_norm = f"{prefix}{GGUF_NAMES[-1]}.weight" in checkpoint.tensors
+        mtp = mtp._replace(names=GGUF_NAMES if has_norm else GGUF_NAMES[:-1])
+    eh_proj = f"{prefix}{mtp.names[2]}.weight"
+    if eh_proj not in checkpoint.tensors:
+        raise UserError(
+            f"the MTP head is missing: there is no tensor {eh_proj}; mtp:DIR reads the head of"
+            f" another folder"
+        )
+    layer = head_config(hf, config, mtp)
+    return loader(checkpoint, lambda: MtpModel(layer, mtp, config.n_layers), MtpDraft)
+
+
+def head_config(hf: Section, config: Config, mtp: Mtp) -> Config:
+    """The Config of the head's layer, for a target of this Config. UserError names key and
+    value."""
+    family = FAMILIES[config.family]
+    hf = Section({**family.defaults, **hf})
+
+    def entry(key: str, default: object, allowed: tuple = ()) -> object:
+        return default if hf.get(key) is None else hf.entries(key, 1, "MTP heads", allowed)[0]
+
+    window = None
+    rope_type = family.full_rope_type
+    if entry("mtp_layer_types", mtp.layer_type, LAYER_TYPES) == "sliding_attention":
+        window = entry("mtp_sliding_windows", None) or hf.size("sliding_window")
+        rope_type = family.sliding_rope_type
+    mlp_type = entry("mtp_mlp_layer_types", mtp.mlp_type, MLP_TYPES)
+    return replace(
+        config,
+        n_layers=1,
+        windows=(window,),
+        rope_types=(rope_type if config.rope_types else 0,),
+        sparse=(mlp_type == "sparse",),
+        tie_embeddings=False,
+    )
