@@ -42,6 +42,7 @@ from cli.prompts import Encoder, Prompt, Row, read_prompts
 from cli.report import decided, rate, speculative, summary
 from cli.running import run_interruptibly, warm_up
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.scheduler import common_prefix
 from decoding.statistics import Timing
 from drafts.base import Drafter
@@ -99,29 +100,28 @@ class Side:
         self.llm.engine.clear()
         answers = [self.answer(row) for row in rows]
         for answer in run_interruptibly(self.llm, answers):
-            if answer.request.error is not None:
-                raise ValueError(answer.request.error)
+            answer.check()
         self.timings.append(Timing([answer.request for answer in answers]))
         return [answer.ids for answer in answers]
 
 
 def side_options(name: str, flags: str, prompt_file: str | None = None) -> Options:
-    """generate.py's options from a string, for these prompts. ValueError for flags that mean
+    """generate.py's options from a string, for these prompts. UserError for flags that mean
     nothing here."""
     try:
         words = shlex.split(flags)
     except ValueError as error:
-        raise ValueError(f"--{name} {flags}: {error}") from None
+        raise UserError(f"--{name} {flags}: {error}") from None
     written = {word.partition("=")[0] for word in words}
     if written & {"-h", "--help"}:
-        raise ValueError(
+        raise UserError(
             f"--{name}: --help stands alone; run python generate.py --help for the flags"
         )
     args = parser().parse_args(words)
     defaults = parser().parse_args([])
     for flag in REFUSED:
         if f"--{flag}" in written or getattr(args, flag) != getattr(defaults, flag):
-            raise ValueError(
+            raise UserError(
                 f"--{name}: --{flag} has no meaning here; this program has its own --prompt and"
                 " --json"
             )
@@ -152,7 +152,7 @@ class Parts(NamedTuple):
 
 def load_sides(a: Options, b: Options, prompts: list[Prompt]) -> tuple[Side, Side]:
     """Both sides, warmed up. Where no flag limits new tokens, both sides get as many as the shorter
-    context holds. ValueError for different tokenizers, and for prompts that do not fit."""
+    context holds. UserError for different tokenizers, and for prompts that do not fit."""
     targets: dict[ModelOptions, tuple[Transformer, Tokenizer]] = {}
     sides = []
     for options in (a, b):
@@ -184,7 +184,7 @@ def load_side(parts: Parts, prompts: list[Prompt], limit: int, num_threads: int)
     max_length = options.run.max_seq_length
     rows, errors = Encoder(options, tokenizer, model, limit).encode_all(prompts)
     if errors:
-        raise ValueError(errors[0])
+        raise UserError(errors[0])
     length = max(len(row.ids) + row.max_new_tokens for row in rows)
     batch_size = min(options.run.batch_size, len(rows))
     engine = Engine(model, batch_size, max_length or length, options.engine, drafter)
@@ -289,7 +289,7 @@ def run(args: CompareOptions) -> dict:
     options_b = side_options("b", args.b, args.prompts.file)
     prompts, errors = read_prompts(args.prompts)
     if errors:
-        raise ValueError(errors[0])
+        raise UserError(errors[0])
     options_a, options_b = share_random_seeds(options_a, options_b)
     a, b = load_sides(options_a, options_b, prompts)
     greedy = all(row.sampling.is_greedy for row in a.rows + b.rows)

@@ -11,6 +11,7 @@ from cli.exits import fail
 from cli.flags import Parser, options_of, positive
 from cli.flags import parser as generate_parser
 from cli.options import Options
+from decoding.errors import UserError
 
 NUM_SLOTS = 4  # default of --batch_size
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
@@ -37,7 +38,7 @@ REQUEST_FLAGS = (
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The server's own flags, and generate.py's for its model. ValueError for one that cannot
+    """The server's own flags, and generate.py's for its model. UserError for one that cannot
     work."""
 
     host: str
@@ -56,13 +57,13 @@ class ServerOptions:
 
     def __post_init__(self):
         if not 0 < self.answer_s < 1e6:
-            raise ValueError(f"--answer_s {self.answer_s} must be a positive number of seconds")
+            raise UserError(f"--answer_s {self.answer_s} must be a positive number of seconds")
         if not 0 <= self.port < 2**16:
-            raise ValueError(f"--port {self.port} must lie between 0 and 65535")
+            raise UserError(f"--port {self.port} must lie between 0 and 65535")
         for origin in self.cors or ():
             parts = urlsplit(origin)
             if origin not in ("*", f"{parts.scheme}://{parts.netloc}") or origin == "://":
-                raise ValueError(
+                raise UserError(
                     f"--cors {origin}: an origin is SCHEME://HOST[:PORT] without a path, or *"
                 )
 
@@ -166,23 +167,23 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerOptions:
 
 def read_api_key(args: ServerOptions) -> str | None:
     """The key of --api_key, --api_key_file or QUICKDRAFT_API_KEY, in this order; None without any
-    of them. ValueError for a key that cannot work. A file is read once, as it may be a pipe."""
+    of them. UserError for a key that cannot work. A file is read once, as it may be a pipe."""
     source = "--api_key"
     key = args.api_key
     if key is not None and args.api_key_file is not None:
-        raise ValueError("--api_key and --api_key_file: give one of them")
+        raise UserError("--api_key and --api_key_file: give one of them")
     if args.api_key_file is not None:
         source = f"--api_key_file {args.api_key_file}"
         try:
             key = Path(args.api_key_file).read_text("utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{source}: {error}") from None
+            raise UserError(f"{source}: {error}") from None
     elif key is None:
         source = "QUICKDRAFT_API_KEY"
         key = os.environ.get(source)
     is_visible = bool(key) and all("!" <= character <= "~" for character in key)
     if key is not None and not is_visible:
-        raise ValueError(
+        raise UserError(
             f"{source}: a key must be visible ASCII characters without blanks, at least one"
         )
     return key
