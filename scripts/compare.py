@@ -35,7 +35,7 @@ import torch
 
 from cli.answers import RowAnswer
 from cli.errors import cpu_share, exit_on_error
-from cli.flags import options_of, parser, with_chosen_seed
+from cli.flags import given, options_of, parser, with_chosen_seed
 from cli.opening import context_limit, print_sampling, sampling_paths
 from cli.options import Options
 from cli.prompts import Encoder, Prompt, Row, read_prompts
@@ -56,22 +56,6 @@ from scripts.flags import CompareOptions
 from scripts.flags import compare_args as parse_args
 from scripts.perplexity import check_same_tokens
 
-# Flags that have no meaning in --a and --b.
-REFUSED = (
-    "interactive",
-    "system",
-    "output",
-    "ordered",
-    "json",
-    "text",
-    "prompt",
-    "prompt_file",
-    "num_samples",
-    "profile",
-    "show_drafts",
-    "prompt_cache",
-    "report",
-)
 WARM_UP_TOKENS = 8  # new tokens a prompt in each side's first batch, which does not count
 CONTEXT_TOKENS = 8  # tokens printed before a difference, and half as many after it
 
@@ -112,19 +96,17 @@ def side_options(name: str, flags: str, prompt_file: str | None = None) -> Optio
         words = shlex.split(flags)
     except ValueError as error:
         raise UserError(f"--{name} {flags}: {error}") from None
-    written = {word.partition("=")[0] for word in words}
-    if written & {"-h", "--help"}:
+    if {"-h", "--help"} & {*words}:
         raise UserError(
             f"--{name}: --help stands alone; run python generate.py --help for the flags"
         )
+    refused = [flag for flag in given(words) if flag.is_own]
+    if refused:
+        raise UserError(
+            f"--{name}: {refused[0].name} has no meaning here; this program has its own --prompt"
+            " and --json"
+        )
     args = parser().parse_args(words)
-    defaults = parser().parse_args([])
-    for flag in REFUSED:
-        if f"--{flag}" in written or getattr(args, flag) != getattr(defaults, flag):
-            raise UserError(
-                f"--{name}: --{flag} has no meaning here; this program has its own --prompt and"
-                " --json"
-            )
     args.prompt_file = prompt_file
     args.batch_size = args.batch_size or 1
     return options_of(args)

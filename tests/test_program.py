@@ -1382,7 +1382,7 @@ ANSWERED_FLAGS = {  # words of a command line -> (exit status, what is printed)
     "scripts/compare.py --a x": (2, "error: the following arguments are required: --b\n"),
     "scripts/perplexity.py --text x": (
         2,
-        "error: the following arguments are required: --checkpoint\n",
+        "error: the following arguments are required: -m/--checkpoint\n",
     ),
     "scripts/eval_lm.py --help": (0, "--num_fewshot N"),
     "scripts/distill_draft.py --kind x": (2, "error: argument --kind: invalid choice: 'x'"),

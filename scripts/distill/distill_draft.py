@@ -40,6 +40,7 @@ from loading.target import pick_device
 from loading.tokenizer import Tokenizer, copy_files, load_tokenizer
 from model import Config, Transformer
 from scripts.distill import draft_text
+from scripts.distill.distill_flags import parse_args
 from scripts.distill.draft_kinds import KINDS, Kind, tokens_per_round
 from scripts.distill.draft_start import (
     check_sizes,
@@ -60,7 +61,6 @@ from scripts.distill.draft_text import (
     read_documents,
     sampled_documents,
 )
-from scripts.flags import distill_draft_args as parse_args
 from weights.walker import pack_model
 
 MAX_LOGITS = 2**24  # positions times vocabulary that are computed at once

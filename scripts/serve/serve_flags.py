@@ -8,32 +8,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from cli.exits import fail
-from cli.flags import Parser, options_of, positive
-from cli.flags import parser as generate_parser
+from cli.flags import Parser, given, positive
+from cli.flags import parse_args as generate_options
 from cli.options import Options
 from decoding.errors import UserError
 
 NUM_SLOTS = 4  # default of --batch_size
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
-# Flags of generate.py that have no meaning here. --output implies --json.
-REQUEST_FLAGS = (
-    "text",
-    "prompt",
-    "prompt_file",
-    "interactive",
-    "num_samples",
-    "output",
-    "ordered",
-    "json",
-    "profile",
-    "show_drafts",
-    "logprobs",
-    "tools",
-    "prefill",
-    "chat_template_kwargs",
-    "prompt_cache",
-    "report",
-)
 
 
 @dataclass(frozen=True)
@@ -153,16 +134,14 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerOptions:
         help="seconds for one request; default: %(default)s",
     )
     server, words = parser.parse_known_args(argv)
-    args = generate_parser().parse_args([f"--batch_size={NUM_SLOTS}", *words])
-    defaults = generate_parser().parse_args([])
-    for name in REQUEST_FLAGS:
-        if getattr(args, name) != getattr(defaults, name):
-            flag = "PROMPT" if name == "text" else f"--{name}"
-            fail(
-                f"{flag} is about generate.py's own prompts and output; a request to the server"
-                " brings them"
-            )
-    return ServerOptions(**vars(server), options=options_of(args))
+    refused = [flag for flag in given(words) if flag.of_request]
+    if refused:
+        fail(
+            f"{refused[0].name} is about generate.py's own prompts and output; a request to the"
+            " server brings them"
+        )
+    options = generate_options([f"--batch_size={NUM_SLOTS}", *words])
+    return ServerOptions(**vars(server), options=options)
 
 
 def read_api_key(args: ServerOptions) -> str | None:
