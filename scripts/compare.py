@@ -49,7 +49,7 @@ from drafts.base import Drafter
 from drafts.registry import draft_loader, pack_with
 from generate import LLM
 from loading.options import ModelOptions
-from loading.target import load_target, pick_device, target_config
+from loading.target import Target, load_target, pick_device
 from loading.tokenizer import Tokenizer
 from model import Transformer
 from scripts.flags import CompareOptions
@@ -138,11 +138,11 @@ def load_sides(a: Options, b: Options, prompts: list[Prompt]) -> tuple[Side, Sid
     targets: dict[ModelOptions, tuple[Transformer, Tokenizer]] = {}
     sides = []
     for options in (a, b):
-        config = target_config(options.model)
-        load_draft = draft_loader(options.draft, options.model, config, progress=True)
+        target = Target(options.model)
+        load_draft = draft_loader(options.draft, options.model, target.config, progress=True)
         if options.model not in targets:  # a model with the same options is loaded once
             device = pick_device(options.model.device)
-            targets[options.model] = load_target(options.model, device, progress=True)
+            targets[options.model] = load_target(target, device, progress=True)
         model, tokenizer = targets[options.model]
         sides.append(Parts(options, model, tokenizer, load_draft(model, tokenizer)))
     first, second = sides

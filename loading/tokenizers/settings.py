@@ -52,14 +52,15 @@ class TokenizerSettings:
     """`token_by_key` has the special tokens with a key, such as eos_token, and `listed` those
     without; `added` has the tokens beside the vocabulary, special or not, by id."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, config: dict | None = None):
+        """`config`: the folder's config.json, if it has been read already."""
         self.folder = folder
         settings = read_json(folder / "tokenizer_config.json")
         names = read_json(folder / "special_tokens_map.json")
         # As in transformers: beside settings of before 4.34, which have no added_tokens_decoder,
         # the map is the newer.
         self.values = names | settings if "added_tokens_decoder" in settings else settings | names
-        self.config = read_json(folder / "config.json")
+        self.config = read_json(folder / "config.json") if config is None else config
         size = self.config.get("vocab_size")  # an invalid one is refused where the model is read
         self.model_vocab_size = size if type(size) is int and size > 0 else MAX_ID
         own_tokens = self.get("extra_special_tokens")  # of a model: by key, or a list
