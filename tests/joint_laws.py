@@ -1,6 +1,7 @@
-"""The exact law of short texts, and the test that samples of them follow it."""
+"""The exact law of short texts, and tests that samples of them follow it."""
 
 import itertools
+import math
 
 import torch
 from torch import Tensor
@@ -40,3 +41,18 @@ def p_value(counts: Tensor, law: Tensor) -> float:
     keep = expected > 0
     statistic = ((observed[keep] - expected[keep]) ** 2 / expected[keep]).sum()
     return torch.special.gammaincc((keep.sum() - 1) / 2, statistic / 2).item()
+
+
+def martingale(f: Tensor, mean: Tensor, variance: Tensor) -> tuple[float, float]:
+    """(z, p-value) of sum f - mean for f in [0, 1], by the bound that tests/attacks/law.py
+    derives: a correct program has a p-value of at most a with a probability of at most a, however
+    few numbers there are. z is only for people."""
+    total, V = (f - mean).sum(), variance.sum()
+    rates = 2.0 ** -torch.arange(14).double()
+    rates = torch.cat((rates, -rates))
+    # differences are at most 1 to either side
+    grown = rates * total - (rates.abs().exp() - 1 - rates.abs()) * V
+    evidence = grown.logsumexp(0) - math.log(len(rates))
+    return (total / V.clamp(min=1e-300).sqrt()).item(), min(
+        1.0, math.exp(min(0.0, -evidence.item()))
+    )

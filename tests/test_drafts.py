@@ -19,7 +19,7 @@ from conftest import config_json
 from reference import angles, logits, norm, rotate
 from safetensors.torch import load_file, save_file
 from steps import prefill_all
-from test_speculative import LONG_PROMPT, TAIL, joint_law, p_value, pair, rows_of, sequences, tiny
+from test_speculative import LONG_PROMPT, TAIL, joint_law, p_value, rows_of, sequences
 
 import decoding.runner as runner
 import drafts.pard as pard
@@ -45,8 +45,9 @@ from loading.draft_types import draft_type_of
 from loading.tokenizer import load_tokenizer
 from model import Config, Transformer
 from tests.attacks.law import IgnoresIds, WrongPosition
+from tests.conformance.drafters import recorded
+from tests.conformance.targets import PROMPTS, pair, tiny
 
-PROMPTS = [[5, 9, 17, 5, 9], [40, 3, 59, 12, 7, 60, 20, 12, 7], [8], [4, 4, 4, 4]]
 D, V, DRAFT_V = 64, 131, 90  # of conftest's families; ids that the EAGLE-3 drafts have
 # ----------------------------------------------------------------------------------------- folders
 
@@ -249,23 +250,6 @@ def neighbours_first(tensors: dict, layer: str, head_dim: int) -> dict:
 def load_draft_model(folder, target: Transformer) -> Transformer:
     """The model of a draft folder, not packed."""
     return load_drafter(folder, target, None, pack=False).model
-
-
-def recorded(drafter_class):
-    """The class, noting what it was asked and what it proposed."""
-
-    class Recorded(drafter_class):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.seen = []
-
-        def propose(self, state, plan):
-            before = [(row[: int(n) + 1].tolist()) for row, n in zip(state.tokens, state.pos)]
-            tokens, probs = super().propose(state, plan)
-            self.seen.append((before, tokens.tolist(), probs.clone()))  # shared by row views
-            return tokens, probs
-
-    return Recorded
 
 
 def distance(target: Transformer, drafter, twin, folder, plain: int = 0) -> tuple[float, set[int]]:
@@ -585,59 +569,6 @@ def any_drafter(kind: str, target: Transformer, draft: Transformer):
 
 
 KINDS = ["pard", "eagle", "dflash", "mtp", "shared"]
-
-
-@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.attack), 5])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "pard",
-        "eagle",
-        "mtp",
-        *(pytest.param(x, marks=pytest.mark.attack) for x in ("dflash", "shared")),
-    ],
-)
-def test_greedy_equals_plain_greedy(kind, k):
-    target, draft = pair()
-    want = rows_of(target, PROMPTS, max_new_tokens=40)
-    assert (
-        rows_of(
-            target,
-            PROMPTS,
-            drafter=any_drafter(kind, target, draft),
-            speculate_k=k,
-            max_new_tokens=40,
-        )
-        == want
-    )
-    for n in (1, 6, 7):
-        got = rows_of(
-            target,
-            PROMPTS,
-            drafter=any_drafter(kind, target, draft),
-            speculate_k=k,
-            max_new_tokens=n,
-        )
-        assert got == [row[:n] for row in want]
-    full = rows_of(target, [PROMPTS[1]], max_new_tokens=87)  # to the context's end
-    assert (
-        rows_of(target, [PROMPTS[1]], drafter=any_drafter(kind, target, draft), max_new_tokens=87)
-        == full
-    )
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_sampled_row_equals_its_prompt_alone(kind):
-    target, draft = pair()
-    options = {
-        "sampling": Sampling(0.7),
-        "seed": 5,
-        "speculate_k": 4,
-        "drafter": any_drafter(kind, target, draft),
-    }
-    alone = [rows_of(target, [prompt], **options)[0] for prompt in PROMPTS]
-    assert rows_of(target, PROMPTS, **options) == alone
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ from loading.tokenizer import load_tokenizer
 from quantize import gptq, search_range
 from scripts import perplexity
 from scripts.perplexity import measure, windows
+from tests.conformance.formats import biased_linear, check_products, weights
 from weights import cpu, formats, linears
 from weights.formats import (
     FORMATS,
@@ -65,18 +66,8 @@ from weights.walker import (
 # Of MLX's many: codes across bytes, those of the kernels, and the widest.
 MLX = ("mlx3-g32", "mlx4-g64", "mlx8-g128")
 SCHEMES = [scheme for scheme in FORMATS if not scheme.startswith("mlx") or scheme in MLX]
-ZERO_CENTERED = [scheme for scheme in SCHEMES if getattr(FORMATS[scheme], "center", 8) == 0]
 # exponent, mantissa, bias, largest
 MX = {"mxfp8": (4, 3, 7, 448.0), "mxfp6": (2, 3, 1, 7.5), "mxfp4": (2, 1, 1, 6.0)}
-
-
-def weights(rows: int = 48, columns: int = 256, seed: int = 0) -> torch.Tensor:
-    """Rows of different sizes, one of zeros, one with an outlier, one shifted away from zero."""
-    w = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.02
-    w *= torch.logspace(-2, 2, rows)[:, None]
-    w[3], w[4, 7], w[5] = 0, 50.0, w[5] + 3 * w[5].abs().max()
-    w[6, :32] = 0
-    return w
 
 
 # --------------------------------------------------------------------------------- specifications
@@ -287,55 +278,10 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def biased_linear(rows: int, dtype: torch.dtype) -> torch.nn.Linear:
-    linear = torch.nn.Linear(256, rows, dtype=dtype).requires_grad_(False)
-    linear.weight.copy_(weights()[:rows] + 0.01)
-    return linear
-
-
 def packed(linear: torch.nn.Linear, scheme: str) -> QuantizedLinear:
     found = QuantizedLinear.from_float(linear, scheme)
     found.pack()
     return found
-
-
-def check_products(linear: torch.nn.Linear, scheme: str, products) -> None:
-    """products(inputs) are the quantized products for one row, verification's few, and a prompt's
-    many. Rounding: sums of 256 terms in float32, n u = 2^-16; in bfloat16 (u = 2^-8) of weight or
-    product, scale, sum with the bias. What a kernel rounds of int4's float32 scale and zero counts
-    by their sizes, not by that of their sum, the weight."""
-    parts = quantize_tensor(linear.weight, scheme)
-    exact = dequantize_tensor(parts, scheme).double()
-    zero = torch.zeros(1, 1)
-    if scheme in ZERO_CENTERED:  # whose zero is moved to where the kernel wants it
-        parts["zero"] = parts["zero"].float() + 8 * parts["scale"].float()
-    if "zero" in parts and (scheme.endswith("-float32") or scheme in ZERO_CENTERED):
-        zero = parts["zero"].double().repeat_interleave(FORMATS[scheme].group or 1, 1)
-    dtype = linear.weight.dtype
-    inputs = [
-        torch.randn(M, 256, generator=torch.Generator().manual_seed(M)).to(dtype)
-        for M in (1, 2, 6, 9, 300)
-    ]
-    epsilon = 2**-16 if dtype == torch.float32 else 2**-16 + 3 * 2**-8
-    for x, got in zip(inputs, products(inputs), strict=True):
-        want = x.double() @ exact.T + linear.bias.double()
-        size = x.double().abs() @ ((exact - zero).abs() + zero.abs()).T + linear.bias.abs()
-        assert ((got.double() - want).abs() <= epsilon * size).all(), len(x)
-        assert (
-            got.double() - (x.double() @ linear.weight.double().T + linear.bias)
-        ).abs().max() > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [48, 40])  # 40: no multiple of what a kernel wants
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_quantized_linear_is_the_dequantized_product(scheme, rows, dtype):
-    """Before it is packed, too."""
-    linear = biased_linear(rows, dtype)
-    for quantized in (QuantizedLinear.from_float(linear, scheme), packed(linear, scheme)):
-        check_products(
-            linear, scheme, lambda inputs, found=quantized: [found(x[None])[0] for x in inputs]
-        )
 
 
 @pytest.mark.compiled

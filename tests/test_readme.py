@@ -261,12 +261,14 @@ def test_forks_take_as_many_lines_as_the_page_states():
     """A sampler, a format, a drafter and a family: the lines of the idea, without imports and
     use."""
     page = PAGES["docs/fork.md"]
-    stated = [
-        int(n) for n in re.findall(r"^## Another [\w ]+: (\d+) lines?", page, flags=re.MULTILINE)
-    ]
-    snippets = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    assert len(stated) == len(snippets) == 4
-    for n, code in zip(stated, snippets, strict=True):
+    found = re.findall(
+        r"^## Another [\w ]+: (\d+) lines?\n(?:(?!^## ).)*?```python\n(.*?)```",
+        page,
+        flags=re.MULTILINE | re.DOTALL,
+    )
+    assert len(found) == len(re.findall(r"^## Another .*: \d+ line", page, re.MULTILINE)) == 4
+    snippets = [code for _, code in found]
+    for n, code in found:
         lines = [
             line
             for line in code.splitlines()
@@ -279,7 +281,7 @@ def test_forks_take_as_many_lines_as_the_page_states():
             itertools.takewhile(lambda line: line.startswith(" "), lines[starts[0] + 1 :])
         )
         hooks = [line for line in lines if re.match(r"FORMATS\[", line)]
-        assert len(idea) + len(hooks) == n, (n, idea, hooks)
+        assert len(idea) + len(hooks) == int(n), (n, idea, hooks)
     assert any(
         code in snippets for code in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     )

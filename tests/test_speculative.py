@@ -43,8 +43,10 @@ from drafts.ngram import NgramDraft
 from drafts.suffix import SuffixDraft
 from drafts.target_layers import layer_subset, parse_layers
 from loading.models import random_model
-from model import Config, Transformer
-from speculative import accept, acceptance, block_acceptance, residual
+from model import Transformer
+from speculative import accept, acceptance, residual
+from tests.conformance.drafters import round_law
+from tests.conformance.targets import BASE, PROMPTS, TINY, V, pair, tiny
 from tests.joint_laws import joint_law, p_value
 
 SAMPLINGS = [
@@ -110,43 +112,19 @@ def test_accept_has_the_law_of_the_target():
     """Through the function itself; grid error below 2 / sqrt(4096) per replaced mass, controls far
     above."""
     generator = torch.Generator().manual_seed(0)
-    for V in (2, 5, 9):
-        p, q = (torch.randn(V, generator=generator).mul(2).softmax(-1) for _ in range(2))
+    for num_ids in (2, 5, 9):
+        p, q = (torch.randn(num_ids, generator=generator).mul(2).softmax(-1) for _ in range(2))
         assert (exact_next(p, q) - p).abs().max() < 5e-3 < (q - p).abs().max()
 
 
 def kept_and_law(p: Tensor, q: Tensor, K: int, block: bool, scaled=True) -> tuple[float, Tensor]:
-    """Exactly, by summing over all drafts and all outcomes of a decision: the mean number of kept
-    tokens, and the law (V,) * (K + 1) of what a round and plain draws behind it give. p and q (V,
-    V) are the laws of a token given the one before it, float64; token 0 comes before the first."""
-    V = len(p)
-    mean, law = 0.0, torch.zeros((V,) * (K + 1), dtype=torch.float64)
-    plain = torch.zeros((V,) * (K + 2), dtype=torch.float64)  # of K + 1 tokens after each token
-    for text in itertools.product(range(V), repeat=K + 2):
-        plain[text] = math.prod(p[a, b] for a, b in itertools.pairwise(text))
-    for draft in itertools.product(range(V), repeat=K):
-        before = [0, *draft]
-        p_rows, q_rows = p[before][None], q[before[:-1]][None]  # (1, K + 1, V), (1, K, V)
-        drafted = torch.tensor(draft)[None, :, None]
-        p_drafted = p_rows[:, :K].gather(2, drafted)[..., 0]
-        q_drafted = q_rows.gather(2, drafted)[..., 0]
-        if block:
-            h, factor = block_acceptance(p_drafted, q_drafted, p_rows, q_rows)
-        else:
-            h, factor = acceptance(p_drafted, q_drafted), torch.ones(1, K + 1)
-        for n in range(K + 1):
-            if block:  # the largest kept
-                prob = (h[0, n - 1] if n else 1) * (1 - h[0, n:]).prod()
-            else:  # the first rejected
-                prob = h[0, :n].prod() * (1 - h[0, n] if n < K else 1)
-            prob = (prob * q_drafted.prod()).item()
-            mean += prob * n
-            q_next = q_rows[0, n] if n < K else torch.zeros(V)
-            next_law = residual(p_rows[0, n], q_next, factor[0, n] if scaled else 1)
-            for token in range(V):
-                rest = plain[token].sum(tuple(range(K - n, K + 1))).flatten()
-                law[(*draft[:n], token)] += (prob * next_law[token] * rest).view((V,) * (K - n))
-    return mean, law
+    """`round_law` of laws p and q (V, V) of a token given the one before it, float64; token 0 comes
+    before the first."""
+
+    def after(laws: Tensor) -> Callable[[tuple], Tensor]:
+        return lambda path: laws[path[-1] if path else 0]
+
+    return round_law(after(p), after(q), K, block, scaled)
 
 
 def random_laws(V: int, seed: int) -> Tensor:
@@ -369,30 +347,6 @@ def test_accept_with_a_generator_is_reproducible_and_shaped():
 
 # -------------------------------------------------------------------------------- whole sequences
 
-TINY = Config(
-    dim=16,
-    n_layers=2,
-    n_heads=2,
-    n_kv_heads=1,
-    head_dim=8,
-    ffn_dim=24,
-    vocab_size=4,
-    max_seq_length=32,
-    norm_eps=1e-5,
-)
-
-
-def tiny(seed: int, scale: float = 25.0, **changes) -> Transformer:
-    """A random model whose next-token distributions differ from uniform and from each other's."""
-    model = random_model(dataclasses.replace(TINY, **changes), dtype=torch.float32, seed=seed)
-    for layer in model.layers:
-        for matrix in (layer.attention.qkv, layer.attention.out, layer.ffn.gate_up, layer.ffn.down):
-            matrix.weight.mul_(scale)
-    model.embed.weight.mul_(50)
-    model.lm_head.weight.mul_(20)
-    return model
-
-
 TAIL, ROWS = 5, 4096
 # at a time: a filter's histogram has 1,024 bins for each of four tokens, and must fit a cache
 FILTERED_ROWS = 128
@@ -551,18 +505,6 @@ def test_a_broken_law_is_caught(broken, monkeypatch):
 
 # -------------------------------------------------------------------------- greedy = plain greedy
 
-V = 61
-BASE = {
-    "vocab_size": V,
-    "dim": 32,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "ffn_dim": 48,
-    "n_layers": 4,
-    "max_seq_length": 96,
-}
-PROMPTS = [[5, 9, 17, 5, 9], [40, 3, 59, 12, 7, 60, 20, 12, 7], [8], [4, 4, 4, 4]]
-
 
 class Noise(Drafter):
     """Worse than random: proposes what it knows nothing about, and says so with a confident q."""
@@ -588,17 +530,6 @@ class Poison(Noise):
                 cache.k[row, :, begin : begin + plan.k + 1] = 1e4
                 cache.v[row, :, begin : begin + plan.k + 1] = -1e4
         return super().propose(state, plan)
-
-
-def pair(windows=(), **changes) -> tuple[Transformer, Transformer]:
-    target = tiny(0, 14, **BASE, windows=windows, **changes)
-    draft = tiny(0, 14, **{**BASE, "n_layers": 1}, windows=windows[1:2], **changes)
-    with torch.no_grad():  # related to the target, so that some of what it drafts is accepted
-        draft.embed.weight.copy_(target.embed.weight)
-        draft.lm_head.weight.copy_(target.lm_head.weight)
-        for mine, other in zip(draft.layers[0].parameters(), target.layers[0].parameters()):
-            mine.copy_(other)
-    return target, draft
 
 
 def any_drafter(kind: str, target: Transformer, draft: Transformer) -> Drafter:
@@ -706,14 +637,6 @@ def test_greedy_equals_plain_greedy(margins, kind, k):
         )
     elif kind not in ("noise", "poison"):
         assert accepted > 0, "nothing was accepted: nothing is shown"
-
-
-@pytest.mark.parametrize("k", [1, 5])
-def test_greedy_with_the_bare_interface(margins, k):
-    """A drafter of a user's own is told how many tokens to draft, and hears of finished rows that 0
-    were accepted."""
-    target, _, want = margins
-    assert rows_of(target, PROMPTS, drafter=PlainObject(), speculate_k=k, max_new_tokens=40) == want
 
 
 def test_a_drafter_that_serves_another_engine_by_now_is_refused(margins):
@@ -846,22 +769,6 @@ def test_a_sliding_window_and_qk_norm():
         NgramDraft(1),
     ):
         assert rows_of(target, PROMPTS, max_new_tokens=50, drafter=drafter, speculate_k=4) == want
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("kind", ["model", "layers", "ngram", "suffix"])
-def test_a_sampled_row_equals_its_prompt_alone(margins, kind):
-    """Fixed K: what a row gets does not depend on its company, n-grams of its own included."""
-    target, draft, _ = margins
-    options = {
-        "sampling": Sampling(0.4),
-        "seed": 5,
-        "drafter": any_drafter(kind, target, draft),
-        "speculate_k": 4,
-    }
-    alone = [rows_of(target, [prompt], **options)[0] for prompt in PROMPTS]
-    assert rows_of(target, PROMPTS, **options) == alone
-    assert rows_of(target, PROMPTS, **options | {"seed": 6}) != alone
 
 
 @pytest.mark.attack

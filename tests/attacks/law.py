@@ -9,7 +9,7 @@ before?
                         in_batches by Engine.generate, come_and_go by an Engine
     score               the law p of every token given those before it, from one plain pass over the
                         finished row
-    chi_square, martingale, too_many    three tests that know nothing of models
+    chi_square, too_many    tests that know nothing of models, as joint_laws.martingale
     examine             a case, decoded and tested; pooled   all cases as one
     repeat              a case where prompts and seeds repeat
 
@@ -111,7 +111,7 @@ from loading.files import read_json
 from loading.models import random_model
 from model import Config, Transformer
 from speculative import accept
-from tests.joint_laws import joint_law, p_value
+from tests.joint_laws import joint_law, martingale, p_value
 from weights.walker import pack_model, quantized_copy
 
 ROOT = Path(__file__).parents[2]
@@ -625,20 +625,6 @@ def chi_square(counts: Tensor) -> tuple[float, float]:
     return (statistic / freedom).item(), torch.special.gammaincc(
         torch.tensor(freedom / 2).double(), statistic / 2
     ).item()
-
-
-def martingale(f: Tensor, mean: Tensor, variance: Tensor) -> tuple[float, float]:
-    """(z, p-value) of sum f - mean for f in [0, 1], by the bound that the header gives. z is only
-    for people."""
-    total, V = (f - mean).sum(), variance.sum()
-    rates = 2.0 ** -torch.arange(14).double()
-    rates = torch.cat((rates, -rates))
-    # differences are at most 1 to either side
-    grown = rates * total - (rates.abs().exp() - 1 - rates.abs()) * V
-    evidence = grown.logsumexp(0) - math.log(len(rates))
-    return (total / V.clamp(min=1e-300).sqrt()).item(), min(
-        1.0, math.exp(min(0.0, -evidence.item()))
-    )
 
 
 def too_many(zero: Tensor, near: Tensor, mass: Tensor) -> tuple[float, float]:

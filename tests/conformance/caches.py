@@ -1,0 +1,260 @@
+"""check_cache: does a class of caches give the attention of the keys and values that it was given?
+
+Pair        a cache beside what it should hold, in float64, by position
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from model import KVCache, row_view, visible_keys
+from tests.conformance.targets import one_thread
+
+B, G, H, E = 3, 2, 4, 16
+S = 64  # positions of a text
+K = 4
+SLACK = K + 1  # positions for rows without a text
+CPU = torch.device("cpu")
+
+
+def check_cache(
+    cls: type[KVCache],
+    *,
+    windows: Sequence[int | None] = (None, 6),
+    chunk: int = 16,
+    tolerance: float = 1e-5,
+) -> None:
+    """Check a class like model.KVCache against attention in float64, on a CPU in float32.
+
+    windows: those that its layers may have; a cache that keeps the last n positions alone has one.
+    chunk: the most positions that a pass writes, at least 8. tolerance: what an output may be off,
+    as a share of the largest |value|: codes of 8 bits need about 0.03, and 0.1 as floats.
+
+    Prompts in chunks, decoding steps and rounds of 1 and K + 1 rows that stand elsewhere, a round
+    that rejected its drafts, writes out of order, padding, slots that are cleared and used again,
+    beginnings that are copied from another slot, rows without a text, some of the rows alone, and
+    learned sinks."""
+    with one_thread():
+        for window in windows:
+            for scenario in SCENARIOS:
+                pair = Pair(cls, window, tolerance, f"{scenario.__doc__} window {window}")
+                scenario(pair, chunk)
+
+
+class Pair:
+    """A cache of B rows, and its twin: keys and values by row and position."""
+
+    def __init__(self, cls: type[KVCache], window: int | None, tolerance: float, case: str):
+        self.cache = cls(B, G, S + SLACK, E, torch.float32, CPU)
+        self.cache.parked_pos = S
+        self.cls = cls
+        self.window = window
+        self.tolerance = tolerance
+        self.case = case
+        self.held: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(B)]
+        self.generator = torch.Generator().manual_seed(0)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def write(self, pos: Tensor, rows: range) -> KVCache:
+        """Random keys and values at pos (rows, T) of these rows; returns the cache of the rows."""
+        T = pos.size(1)
+        k = self.normal(len(rows), G, T, E)
+        v = self.normal(len(rows), G, T, E)
+        cache = self.cache
+        if len(rows) < B:
+            cache = row_view(self.cache, rows.start, rows.stop)
+        cache.update(k, v, pos)
+        for i, row in enumerate(rows):
+            for t, position in enumerate(pos[i].tolist()):
+                self.held[row][position] = (k[i, :, t].double(), v[i, :, t].double())
+        return cache
+
+    def step(
+        self,
+        starts: Sequence[int],
+        T: int,
+        rows: range = range(B),
+        sinks: Tensor | None = None,
+    ) -> None:
+        """One pass: T positions from starts[i] on for each of these rows; S and beyond: a row
+        without a text. The outputs of all others are compared."""
+        pos = torch.tensor(starts)[:, None] + torch.arange(T)  # (rows, T)
+        cache = self.write(pos, rows)
+        q = 2 * self.normal(len(rows), H, T, E)
+        length = max(start for start in starts if start < S) + T
+        visible = visible_keys(pos, torch.arange(min(length, S)), self.window, 1)
+        got = cache.attend(q, visible.as_bias(H // G, 1, torch.float32), sinks)
+        for i, row in enumerate(rows):
+            for t, position in enumerate(pos[i].tolist()):
+                if position < S:
+                    self.compare(row, position, T, q[i, :, t], got[i, :, t], sinks)
+
+    def compare(
+        self,
+        row: int,
+        position: int,
+        T: int,
+        q: Tensor,
+        got: Tensor,
+        sinks: Tensor | None,
+    ) -> None:
+        first = 0 if self.window is None else max(0, position - self.window + 1)
+        seen = range(first, position + 1)
+        error = self.error(row, seen, q, got, sinks)
+        if error <= self.tolerance:
+            return
+        reason = (
+            "Look at `update`'s place of a position, at what `attend` reads for each row, and at"
+            " what an earlier text or a rejected draft left there"
+        )
+        if not got.isfinite().all():
+            reason = "Masked places must be finite: 0 * NaN = NaN"
+        for missing in seen if len(seen) > 1 else ():
+            others = [p for p in seen if p != missing]
+            if self.error(row, others, q, got, sinks) <= self.tolerance:
+                reason = (
+                    f"It is that without position {missing}: was its place written again before the"
+                    f" last query that needs it, as in a ring that is too short?"
+                )
+        raise AssertionError(
+            f"{self.cls.__name__}: {self.case}: in a pass of {T} positions, row {row} at position"
+            f" {position}, which sees {first} to {position}: attention is off by {error:.2g} of the"
+            f" largest value, more than {self.tolerance}. {reason}"
+        )
+
+    def error(
+        self,
+        row: int,
+        seen: Sequence[int],
+        q: Tensor,
+        got: Tensor,
+        sinks: Tensor | None,
+    ) -> float:
+        """The difference of got (H, E) from attention of q (H, E) over the positions seen, as a
+        share of the largest value."""
+        parts = zip(*(self.held[row][position] for position in seen), strict=True)
+        keys, values = (torch.stack(part, dim=1) for part in parts)  # (G, n, E)
+        keys = keys.repeat_interleave(H // G, 0)  # (H, n, E)
+        values = values.repeat_interleave(H // G, 0)
+        scores = (keys @ q.double()[..., None])[..., 0] / math.sqrt(E)  # (H, n)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double()[:, None]), dim=1)
+        shares = scores.softmax(1)[:, : len(seen)]
+        want = (shares[:, None] @ values)[:, 0]  # (H, E)
+        error = (got.double() - want).abs().max() / values.abs().max()
+        return error.nan_to_num(math.inf).item()
+
+    def prompt(self, row: int, length: int, chunk: int, begin: int = 0) -> None:
+        """A prompt's positions up to `length`, in chunks."""
+        for first in range(begin, length, chunk):
+            self.step([first], min(chunk, length - first), range(row, row + 1))
+
+    def forget(self, row: int) -> None:
+        """Clear a slot, as an engine does before its next text."""
+        for x in self.cache.views(row, 0, S).values():
+            x.zero_()
+        self.held[row] = {}
+
+
+def chunks_steps_and_rounds(pair: Pair, chunk: int) -> None:
+    """Prompts in chunks, then steps and rounds of rows that stand elsewhere,"""
+    lengths = (chunk + 5, 3, 2 * chunk)
+    for row, length in enumerate(lengths):
+        pair.prompt(row, length, chunk)
+    starts = list(lengths)
+    for T in (1, K + 1, 1, K + 1, K + 1):
+        pair.step(starts, T)
+        starts = [start + T for start in starts]
+
+
+def rejected_drafts(pair: Pair, chunk: int) -> None:
+    """Rounds of which a row keeps 0 to K drafts, so that the next one writes the rest again,"""
+    starts = [5, chunk, 9]
+    for row, length in enumerate(starts):
+        pair.prompt(row, length, chunk)
+    for kept in ((0, 4, 2), (0, 0, 4), (3, 1, 0), (4, 0, 1)):
+        pair.step(starts, K + 1)
+        starts = [start + 1 + n for start, n in zip(starts, kept)]
+    pair.step(starts, 1)
+
+
+def out_of_order(pair: Pair, chunk: int) -> None:
+    """Positions that are written in another order, and padding that is written again,"""
+    for row, length in enumerate((6, 7, 3)):
+        pair.prompt(row, 8, chunk)  # of which so many are the text's
+        pair.step([length], 1, range(row, row + 1))
+    pair.step([7, 4, 8], 1)
+    pair.step([8, 8, 9], 1)
+    pair.step([8, 5, 4], K + 1)
+    for begin in (11, 9):  # of row 2
+        pair.write(torch.arange(begin, begin + 2)[None], range(2, 3))
+    pair.step([13, 10, 13], 1)
+
+
+def reused_slots(pair: Pair, chunk: int) -> None:
+    """A slot that is cleared for another text, after one that was not finite,"""
+    for row in range(B):
+        pair.prompt(row, chunk + 10 * row, chunk)
+    nothing = torch.full((1, G, 2, E), math.nan)
+    own = row_view(pair.cache, 1, 2)
+    own.update(nothing, nothing, torch.tensor([[chunk + 10, chunk + 11]]))
+    pair.forget(1)
+    pair.prompt(1, 4, chunk)
+    starts = [chunk, 4, chunk + 20]
+    for T in (1, K + 1, 1):
+        pair.step(starts, T)
+        starts = [start + T for start in starts]
+
+
+def parked_rows(pair: Pair, chunk: int) -> None:
+    """Rows without a text, which write from parked_pos on, beside others,"""
+    starts = [37, 10, 5]
+    for row, length in enumerate(starts):
+        pair.prompt(row, length, chunk)
+    for parked in (0, 1, 2):
+        for T in (1, K + 1):
+            pair.step([S if row == parked else start for row, start in enumerate(starts)], T)
+            starts = [start + T * (row != parked) for row, start in enumerate(starts)]
+    pair.step(starts, K + 1)
+
+
+def copied_beginnings(pair: Pair, chunk: int) -> None:
+    """A beginning that was copied from another slot,"""
+    if not pair.cls.keeps_prefixes:
+        return
+    n = chunk + 2
+    pair.prompt(0, n + 6, chunk)
+    pair.prompt(2, 7, chunk)
+    for source, target in ((0, 1), (0, 2)):
+        stored = pair.cache.views(source, 0, n)
+        pair.forget(target)
+        for name, x in pair.cache.views(target, 0, n).items():
+            x.copy_(stored[name])
+        pair.held[target] = {p: pair.held[source][p] for p in range(n)}
+    pair.step([n + 6, n, n], K + 1)
+    pair.step([n + 7, n + 3, n + 5], 1)
+
+
+def some_rows(pair: Pair, chunk: int) -> None:
+    """Steps of some of the rows, with learned sinks,"""
+    for row, length in enumerate((12, 5, chunk)):
+        pair.prompt(row, length, chunk)
+    sinks = torch.linspace(-1, 2, H)
+    pair.step([5, chunk], K + 1, range(1, 3), sinks)
+    pair.step([12, 10], 1, range(0, 2), sinks)
+    pair.step([13, 11, chunk + 5], K + 1)
+
+
+SCENARIOS = (
+    chunks_steps_and_rounds,
+    rejected_drafts,
+    out_of_order,
+    reused_slots,
+    parked_rows,
+    copied_beginnings,
+    some_rows,
+)

@@ -1,0 +1,387 @@
+"""tests/conformance: the project's own drafters, caches, formats and families do what the kit asks
+of a fork's, and deliberate mistakes do not.
+
+The kit's statistical checks refuse a correct drafter with a probability below 1e-6; their seeds are
+fixed. Each mistake must be refused by a message that says where it shows.
+"""
+
+from unittest import mock
+
+import pytest
+import torch
+from conftest import BASE, FAMILIES, WRAPPERS, config_json
+from test_caches import Ring
+from test_drafts import any_drafter, tiny_drafter
+from test_quantize import FORKED, SCHEMES
+from test_speculative import DropsTheUnlikely
+
+import speculative
+from decoding.kv_8bit import Fp8Cache, Int8Cache
+from drafts.base import Draft, ModelDraft
+from drafts.eagle import EagleDraft, EagleModel
+from drafts.hybrid import HybridDraft
+from drafts.ngram import NgramDraft
+from drafts.pard import PardDraft
+from drafts.suffix import SuffixDraft
+from drafts.target_layers import layer_subset
+from model import KVCache, Transformer
+from tests.conformance import check_cache, check_drafter, check_family, check_format
+from tests.conformance.targets import V, pair, tiny
+from weights.formats import FORMATS, Symmetric
+
+# --------------------------------------------------------------------------------------- drafters
+
+
+def draft_for(target: Transformer) -> Transformer:
+    """A model that drafts for the kit's own target of as many tokens."""
+    return pair()[1] if target.config.vocab_size == V else tiny(7, n_layers=1)
+
+
+def from_folder(kind: str):
+    def make(target: Transformer):
+        if target.config.vocab_size == V:
+            return any_drafter(kind, target, draft_for(target))
+        return tiny_drafter(kind, target)
+
+    return make
+
+
+def layers(target: Transformer) -> ModelDraft:
+    kept = [*range(target.config.n_layers - 1)]
+    return ModelDraft(layer_subset(target, kept), kept)
+
+
+class Parrot:
+    """The example of docs/fork.md."""
+
+    def __init__(self, target):
+        self.V = target.config.vocab_size
+
+    def propose(self, batch, plan):
+        tokens = batch.tokens.gather(1, batch.pos[:, None]).expand(-1, plan.k)
+        return tokens, torch.nn.functional.one_hot(tokens, self.V).float()
+
+
+DRAFTERS = {
+    "model": lambda target: ModelDraft(draft_for(target)),
+    "eagle": from_folder("eagle"),
+    "ngram": lambda target: NgramDraft(2),
+    "layers": layers,
+    "suffix": lambda target: SuffixDraft(pool_tokens=0),
+    "pard": from_folder("pard"),
+    "dflash": from_folder("dflash"),
+    "hybrid": lambda target: HybridDraft(ModelDraft(draft_for(target))),
+    "custom": Parrot,
+    "mtp": from_folder("mtp"),
+    "shared": from_folder("shared"),
+}
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_drafters_conform(kind):
+    check_drafter(DRAFTERS[kind])
+
+
+def model_twin(target: Transformer):
+    """q of `model` by its draft in float64, without caches."""
+    draft = draft_for(target).double()
+
+    def twin(tokens, drafted, sampling):
+        text = torch.tensor([tokens + drafted[:-1]])
+        logits = draft(text, torch.arange(text.size(1)))[0, -len(drafted) :]
+        return sampling.probs(logits.float()).double()
+
+    return twin
+
+
+def test_a_twin_replaces_the_recomputation():
+    target, _ = pair()
+    check_drafter(DRAFTERS["model"], target, twin=model_twin(target))
+    with pytest.raises(AssertionError, match="from q in float64"):
+        check_drafter(DRAFTERS["layers"], target, twin=model_twin(target))
+
+
+class OneAhead(EagleModel):
+    """Hidden states one position off: each token is paired with the state that the target has of
+    the token itself, which it does not have for the newest."""
+
+    def state_before(self, pos, caches):
+        return self.target_states(caches, pos)
+
+
+def one_ahead(target: Transformer) -> EagleDraft:
+    drafter = from_folder("eagle")(target)
+    drafter.model.__class__ = OneAhead
+    return drafter
+
+
+class Forgets(PardDraft):
+    """Reads two tokens a round, so that masks stay in its cache."""
+
+    def setup(self, *args):
+        super().setup(*args)
+        self.num_input_tokens = 2
+
+
+def forgets(target: Transformer) -> Forgets:
+    right = from_folder("pard")(target)
+    return Forgets(right.model, right.mask)
+
+
+class StopsAtTheUnlikely(ModelDraft):
+    """Ends a draft because of the token that it has drawn."""
+
+    def propose(self, batch, plan):
+        tokens, q = super().propose(batch, plan)
+        is_likely = q.gather(2, tokens[..., None]) >= 0.3
+        return Draft(tokens, torch.where(is_likely, q, 0))
+
+
+class SaysAnother(ModelDraft):
+    """Reports a distribution that is hotter than the one that it draws from."""
+
+    def propose(self, batch, plan):
+        tokens, q = super().propose(batch, plan)
+        q = q.sqrt()
+        return Draft(tokens, q / q.sum(-1, keepdim=True))
+
+
+class Unnormalized(ModelDraft):
+    def propose(self, batch, plan):
+        tokens, q = super().propose(batch, plan)
+        return Draft(tokens, 2 * q)
+
+
+class WritesText(Parrot):
+    """Into the last decided token."""
+
+    def propose(self, batch, plan):
+        proposal = super().propose(batch, plan)
+        batch.tokens.scatter_(1, batch.pos[:, None], 1)
+        return proposal
+
+
+class SharesARow(Parrot):
+    """Every row repeats the last token of row 0, and says that it may be any token."""
+
+    def propose(self, batch, plan):
+        tokens, _ = super().propose(batch, plan)
+        tokens = tokens[:1].expand(len(tokens), -1)
+        q = torch.nn.functional.one_hot(tokens, self.V).float()
+        return tokens, q
+
+
+def of_model(drafter_class):
+    return lambda target: drafter_class(draft_for(target))
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (one_ahead, "a hidden state or a key one position off"),
+        (of_model(StopsAtTheUnlikely), "drawn and then replaced or dropped"),
+        (WritesText, "differs from plain decoding at its token"),
+        (of_model(DropsTheUnlikely), "drawn and then replaced or dropped|so it was not drawn"),
+        (of_model(SaysAnother), "drawn and then replaced or dropped"),
+        (of_model(Unnormalized), "q sums to 2"),
+        (forgets, "since their tokens were rejected"),
+        (SharesARow, "its draft depends on other rows"),
+    ],
+    ids=lambda case: getattr(case, "__name__", ""),
+)
+def test_wrong_drafters_are_refused(make, message):
+    with pytest.raises(AssertionError, match=message):
+        check_drafter(make)
+
+
+def accepts_all(p, q):
+    """min(1, p / q), 1 where q is 0."""
+    return (p / q).nan_to_num(1).clamp(max=1)
+
+
+def test_rows_without_a_draft_must_not_be_accepted(monkeypatch):
+    monkeypatch.setattr(speculative, "acceptance", accepts_all)
+    with pytest.raises(AssertionError, match=r"look for what .* speculative.accept"):
+        check_drafter(DRAFTERS["ngram"])
+
+
+# ----------------------------------------------------------------------------------------- caches
+
+
+class LastPlaces(Ring):
+    """As few places as a window and the longest pass need."""
+
+    LENGTH = Ring.WINDOW - 1 + 16
+
+
+class ShortRing(Ring):
+    LENGTH = LastPlaces.LENGTH - 1
+
+
+class Unparked(Ring):
+    """Rows without a text write into the ring."""
+
+    def update(self, k, v, pos):
+        place = pos % self.LENGTH
+        self.write(place, k=k, v=v)
+        self.key_pos.scatter_(1, place, pos)
+        self.pos = pos
+
+
+class Lends(Ring):
+    keeps_prefixes = True
+
+
+class WrongRow(KVCache):
+    """Reads the first rows, whatever rows run."""
+
+    def read(self, B, visible):
+        keys, values = super().read(B, visible)
+        return [keys, values[:1].expand(B, -1, -1, -1)]
+
+
+RING = {"windows": [Ring.WINDOW]}
+
+
+@pytest.mark.parametrize(
+    "cache, options",
+    [
+        (KVCache, {}),
+        (Int8Cache, {"tolerance": 0.03}),
+        (Fp8Cache, {"tolerance": 0.1}),
+        (Ring, RING),
+        (LastPlaces, RING),
+    ],
+    ids=lambda case: getattr(case, "__name__", ""),
+)
+def test_caches_conform(cache, options):
+    check_cache(cache, **options)
+
+
+@pytest.mark.parametrize(
+    "cache, options, message",
+    [
+        (ShortRing, RING, "as in a ring that is too short"),
+        (Lends, RING, "A beginning that was copied from another slot"),
+        (Unparked, RING, "Rows without a text, which write from parked_pos on, beside others"),
+        (WrongRow, {}, r"row 1 at position \d+.* what `attend` reads for each row"),
+        (Int8Cache, {"tolerance": 1e-5}, "attention is off by 0.00"),
+    ],
+    ids=lambda case: getattr(case, "__name__", ""),
+)
+def test_wrong_caches_are_refused(cache, options, message):
+    with pytest.raises(AssertionError, match=message):
+        check_cache(cache, **options)
+
+
+# ---------------------------------------------------------------------------------------- formats
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_formats_conform(scheme):
+    check_format(FORMATS[scheme])
+
+
+@pytest.mark.parametrize("name", FORKED)
+def test_formats_of_ones_own_conform(name):
+    check_format(FORKED[name])
+    assert not any(name.startswith("checked") for name in FORMATS)
+
+
+class OfTheMatrix(Symmetric):
+    """Takes the largest weight of the matrix into each row's scale, and states rows."""
+
+    scope = "rows"
+
+    def quantize(self, w, row_max=None):
+        return super().quantize(w, w.abs().amax(1) + w.abs().max() / 1e4)
+
+
+class Misnamed(Symmetric):
+    scope = "rows"
+
+    def quantize(self, w, row_max=None):
+        return {**super().quantize(w), "offset": torch.zeros(len(w))}
+
+
+class Inverse(Symmetric):
+    """Divides by the scale where it should multiply."""
+
+    def dequantize(self, parts):
+        return parts["codes"].float() / parts["scale"].float()[:, None]
+
+
+class ByColumn(Symmetric):
+    """A scale of each column, which a cut by rows halves too."""
+
+    scope = "matrix"
+
+    def shapes(self, rows, columns):
+        return {"codes": ((rows, columns), torch.int8), "scale": ((columns,), torch.float32)}
+
+    def quantize(self, w, row_max=None):
+        scale = w.abs().amax(0) / 127 + 1e-12
+        return {"codes": (w / scale).round().to(torch.int8), "scale": scale}
+
+    def dequantize(self, parts):
+        return parts["codes"].float() * parts["scale"]
+
+
+@pytest.mark.parametrize(
+    "fmt, message",
+    [
+        (OfTheMatrix(8), "scope = 'rows' says that half of the rows"),
+        (Misnamed(8), r"returns the parts \['codes', 'offset', 'scale'\]"),
+        (Inverse(8), "dequantize does not invert quantize"),
+        (ByColumn(8), "the first dimension is that of the 48 rows"),
+    ],
+    ids=lambda case: type(case).__name__,
+)
+def test_wrong_formats_are_refused(fmt, message):
+    with pytest.raises(AssertionError, match=message):
+        check_format(fmt)
+
+
+def test_a_wrong_kernel_is_refused(monkeypatch):
+    """One that leaves out the last input."""
+    from weights.linears import QuantizedLinear
+
+    product = QuantizedLinear.product
+
+    def without_last(self, x):
+        return product(self, torch.cat((x[:, :-1], torch.zeros_like(x[:, :1])), dim=1))
+
+    monkeypatch.setattr(QuantizedLinear, "product", without_last)
+    with pytest.raises(AssertionError, match=r"1 rows: output .* times what rounding may do"):
+        check_format(FORMATS["mxfp8"])
+
+
+# --------------------------------------------------------------------------------------- families
+
+
+@pytest.mark.one_in(10)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in WRAPPERS])
+def test_families_conform(family, folder_of):
+    check_family(config_json(folder_of(family)))
+
+
+def test_a_last_norm_that_was_left_out_is_refused(monkeypatch):
+    hidden = Transformer.hidden
+
+    def without_norm(self, *args):
+        with mock.patch.dict(self._modules, norm=torch.nn.Identity()):
+            return hidden(self, *args)
+
+    monkeypatch.setattr(Transformer, "hidden", without_norm)
+    with pytest.raises(AssertionError, match="one pass without caches: the logit of id"):
+        check_family(BASE | FAMILIES["llama-3"])
+
+
+def test_caches_that_are_one_position_late_are_refused(monkeypatch):
+    """Tokens see themselves only in a pass without caches."""
+    update = KVCache.update
+    monkeypatch.setattr(KVCache, "update", lambda self, k, v, pos: update(self, k, v, pos + 1))
+    with pytest.raises(AssertionError, match="on caches of those before"):
+        check_family(BASE | FAMILIES["llama-3"])
