@@ -52,7 +52,7 @@ def exit_on_error(joins_ranks: bool = False) -> Iterator[None]:
         close_stdout()
         if launched():
             sys.exit(1)  # the other ranks must not wait for this one
-    except (ValueError, OSError, MemoryError) as error:
+    except (UserError, OSError, MemoryError) as error:
         fail(error)
     except UnicodeEncodeError as error:
         fail(f"{error}: stdout's encoding lacks it; PYTHONIOENCODING=utf-8 has all")

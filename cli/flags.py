@@ -1,11 +1,14 @@
 """The flags of generate.py -> Options. argparse's Namespace stays in this file.
 
-    parser, parse_args      the flags, and the options of a command line
+    Flag, FLAGS             each flag with the options that it fills, from which other programs
+                            know the flags that they take; SECTIONS has them as --help does
+    parser, parse_args      a parser of all, and the options of a command line
+    given                   the flags that a command line has
     options_of              Namespace -> Options, whose groups check themselves
     with_chosen_seed        a random number in place of --seed -1
 
-This file needs no torch, whose import takes seconds. Other programs take `Parser` and `positive`
-from it.
+This file needs no torch, whose import takes seconds. Other programs take `Parser`, `positive` and
+single flags from it.
 """
 
 import argparse
@@ -100,234 +103,384 @@ def draft_length(text: str) -> int | str:
     return int(text)
 
 
+class Flag:
+    """A flag, declared once for all programs that take it.
+
+    fills       the options that it fills
+    is_own      is it about generate.py's own prompts and output? Other programs have theirs
+    of_request  does a server refuse it, because each request brings its own?
+    is_path     may its value differ between the machines of a launch?
+    settings    argparse's
+    """
+
+    def __init__(self, *names: str, fills: type, of_request: bool = False, **settings):
+        self.names = names
+        self.name = names[-1]
+        self.key = self.name.removeprefix("--")  # in a Namespace
+        self.fills = fills
+        self.is_own = fills in (PromptOptions, OutputOptions)
+        self.of_request = of_request or self.is_own
+        self.is_path = settings.get("metavar") in ("PATH", "DIR", "FILE", "CONFIG.json")
+        self.settings = settings
+
+    def add_to(self, parser: argparse._ActionsContainer, **changes) -> None:
+        """Let a parser, or a group of one, take it, with these settings replaced."""
+        parser.add_argument(*self.names, **self.settings | changes)
+
+
+def setting_flag(name: str) -> Flag:
+    """The flag of one of SETTINGS."""
+    setting = SETTINGS[name]
+    default = DEFAULT_TEMPERATURE if name == "temperature" else setting.default
+    usual = "none" if default is None else f"{default:g}"
+    if name in SAMPLING_KEYS:
+        usual += ", or the folder's"
+    help = f"{setting.help.replace('%', '%%')}; default: {usual}"
+    return Flag(f"--{name}", fills=RequestDefaults, type=setting.type, metavar="N", help=help)
+
+
+DEMO = Path(__file__).parent.parent / "checkpoints" / "demo"
+
+SECTIONS = {  # by titles of --help; "one of": they exclude each other
+    "model": (
+        Flag(
+            "-m",
+            "--checkpoint",
+            fills=ModelOptions,
+            default=str(DEMO),
+            metavar="PATH",
+            help=f"{PATH_HELP}; default: checkpoints/demo",
+        ),
+        Flag(
+            "--adapter",
+            fills=ModelOptions,
+            metavar="DIR",
+            help="a LoRA adapter in PEFT's layout, merged while loading",
+        ),
+        Flag(
+            "--random_weights",
+            fills=ModelOptions,
+            metavar="CONFIG.json",
+            help="this shape with random weights, instead of --checkpoint",
+        ),
+        Flag(
+            "--quantize",
+            fills=ModelOptions,
+            metavar="SCHEME",
+            help=f"quantize weights while loading: {', '.join(SCHEMES)}",
+        ),
+        Flag(
+            "--quantize_head", fills=ModelOptions, default="auto", metavar="SCHEME", help=HEAD_HELP
+        ),
+        Flag("--dtype", fills=ModelOptions, choices=DTYPES, help="default: the checkpoint's"),
+    ),
+    "prompt, one of": (
+        Flag(
+            "PROMPT",
+            fills=PromptOptions,
+            nargs="?",
+            help="the same as --prompt PROMPT",
+        ),
+        Flag(
+            "-p",
+            "--prompt",
+            fills=PromptOptions,
+            metavar="TEXT",
+            default="Once upon a time",
+            help='default: "%(default)s"',
+        ),
+        Flag(
+            "-f",
+            "--prompt_file",
+            fills=PromptOptions,
+            metavar="FILE",
+            help='one prompt a line, or JSONL objects with "prompt" or "messages", "id", "seed" …;'
+            " - for stdin",
+        ),
+        Flag(
+            "-i",
+            "--interactive",
+            fills=PromptOptions,
+            action="store_true",
+            help="chat, in the folder's own format if it has one",
+        ),
+    ),
+    "prompt": (
+        Flag(
+            "--system", fills=PromptOptions, metavar="TEXT", help="system message for --interactive"
+        ),
+        Flag(
+            "--parse_special",
+            fills=RequestDefaults,
+            action="store_true",
+            help="read names of special tokens in a prompt as the tokens themselves; default: as"
+            " text, and always so in conversations",
+        ),
+        Flag(
+            "--chat_template",
+            fills=ModelOptions,
+            metavar="FILE",
+            help="a template in jinja, instead of the one that the checkpoint has",
+        ),
+        Flag(
+            "--chat_template_kwargs",
+            fills=RequestDefaults,
+            of_request=True,
+            type=json_object,
+            default={},
+            metavar="JSON",
+            help="variables of the template, such as '{\"enable_thinking\": false}'",
+        ),
+        Flag(
+            "--tools",
+            fills=RequestDefaults,
+            of_request=True,
+            type=json_list,
+            metavar="JSON",
+            help="tools for the template: a list, or a file that holds one",
+        ),
+        Flag(
+            "--prefill",
+            fills=RequestDefaults,
+            of_request=True,
+            default="",
+            metavar="TEXT",
+            help="text that each answer begins with",
+        ),
+        Flag(
+            "--prompt_cache",
+            fills=PromptOptions,
+            metavar="FILE",
+            help="read and write the computed positions of a prompt",
+        ),
+        Flag(
+            "--batch_size",
+            fills=RunOptions,
+            type=positive,
+            metavar="N",
+            help="rows decoded together; default: all samples of --prompt; of a file, up to 32"
+            " that fit in memory",
+        ),
+        Flag(
+            "--num_samples",
+            fills=PromptOptions,
+            type=positive,
+            default=1,
+            metavar="N",
+            help="answers to each prompt, with seeds --seed, --seed + 1, …",
+        ),
+    ),
+    "sampling": (
+        *map(setting_flag, SETTINGS),
+        Flag(
+            "--seed",
+            fills=RequestDefaults,
+            type=int,
+            default=0,
+            metavar="N",
+            help=f"default: 0; {RANDOM_SEED}: a random one, which stderr and --json show",
+        ),
+    ),
+    "length and stopping": (
+        Flag(
+            "-n",
+            "--max_new_tokens",
+            fills=RequestDefaults,
+            type=int,
+            metavar="N",
+            help=f"default: {DEFAULT_NEW_TOKENS}; in a chat, as many as fit",
+        ),
+        Flag(
+            "--max_seq_length",
+            fills=RunOptions,
+            type=int,
+            metavar="N",
+            help="positions for prompt and new tokens; default: as many as they need; of a chat or"
+            " scripts.serve, the context, at most 4096",
+        ),
+        Flag(
+            "--stop",
+            fills=RequestDefaults,
+            nargs="+",
+            action="extend",
+            default=[],
+            metavar="TEXT",
+            help="end before any of these strings, or at a special token that one names; empty ones"
+            " are ignored",
+        ),
+        Flag(
+            "--ignore_eos",
+            fills=RequestDefaults,
+            action="store_true",
+            help="do not end at the model's stop tokens",
+        ),
+    ),
+    "drafting, one of": (
+        Flag(
+            "-d",
+            "--draft_checkpoint",
+            fills=DraftOptions,
+            metavar="PATH",
+            help="a smaller model, a PARD, an EAGLE-3, a DFlash or a DSpark draft",
+        ),
+        Flag("--draft", fills=DraftOptions, metavar="SPEC", help=SPEC_HELP),
+    ),
+    "drafting": (
+        Flag(
+            "--speculate_k",
+            fills=EngineOptions,
+            type=draft_length,
+            metavar="N|auto",
+            help=f"tokens drafted a round; auto: the fastest; default: {DEFAULT_K}",
+        ),
+        Flag(
+            "--verification",
+            fills=EngineOptions,
+            choices=VERIFICATIONS,
+            default="block",
+            help="accept sampled draft tokens as a block or one by one; default: block",
+        ),
+        Flag(
+            "--draft_quantize",
+            fills=DraftOptions,
+            metavar="SCHEME",
+            help="quantize the weights of --draft_checkpoint or --draft mtp",
+        ),
+        Flag(
+            "--fixed_width_steps",
+            fills=EngineOptions,
+            action="store_true",
+            help="run every step over K + 1 positions, drafted or not, so that greedy text is"
+            " identical with and without a draft even where the report says up to rounding",
+        ),
+        Flag(
+            "--show_drafts",
+            fills=OutputOptions,
+            action="store_true",
+            help="mark drafted tokens: accepted ones blue, rejected ones struck through beside the"
+            " red one that corrects them; without a terminal as {==accepted==} and"
+            " {~~rejected~>own~~}",
+        ),
+    ),
+    "where it runs": (
+        Flag(
+            "--device",
+            fills=ModelOptions,
+            help="cpu, cuda, cuda:N or mps; default: cuda if there is a GPU",
+        ),
+        Flag(
+            "--threads",
+            fills=RunOptions,
+            type=positive,
+            metavar="N",
+            help="threads of a CPU; default: as many as torch takes, at most the container's share",
+        ),
+        Flag(
+            "--kv_cache_dtype",
+            fills=EngineOptions,
+            choices=CACHE_NAMES,
+            default="model",
+            help="type of keys and values; int8 and fp8 take half the bytes; default: the model's",
+        ),
+        Flag(
+            "--compile",
+            fills=EngineOptions,
+            action=argparse.BooleanOptionalAction,
+            help="compile the decode step; default: on cuda",
+        ),
+    ),
+    "under torchrun": (
+        Flag(
+            "--draft_tp",
+            fills=DraftOptions,
+            nargs="?",
+            const="sharded",
+            choices=("sharded", "replicated"),
+            default="replicated",
+            help="divide --draft_checkpoint over the ranks too; default: every rank holds all of"
+            " it",
+        ),
+        Flag(
+            "--timeout",
+            fills=RunOptions,
+            type=float,
+            default=600,
+            metavar="S",
+            help="seconds to wait for another rank; default: 600",
+        ),
+    ),
+    "output": (
+        Flag(
+            "--json",
+            fills=OutputOptions,
+            action="store_true",
+            help="one JSON object per sample and row on stdout, nothing else",
+        ),
+        Flag(
+            "--output",
+            fills=OutputOptions,
+            metavar="FILE",
+            help="append --json's lines to this file",
+        ),
+        Flag(
+            "--ordered",
+            fills=OutputOptions,
+            action="store_true",
+            help="--json in the file's order; default: each line as soon as its row ends",
+        ),
+        Flag(
+            "--logprobs",
+            fills=EngineOptions,
+            of_request=True,
+            type=int,
+            metavar="N",
+            help="with --json: log-probabilities of each token and the N most likely,"
+            " before penalties, temperature and filters",
+        ),
+        Flag(
+            "--report",
+            fills=OutputOptions,
+            metavar="FILE",
+            help="a page of the answers: each token's origin, p and q, acceptance along the"
+            " text, cost by K; records log-probabilities as --logprobs 0 does",
+        ),
+        Flag(
+            "--profile",
+            fills=OutputOptions,
+            metavar="FILE",
+            help="a Chrome trace of everything after loading and compiling",
+        ),
+    ),
+}
+FLAGS = {flag.key: flag for section in SECTIONS.values() for flag in section}
+
+
 def parse_args(argv: Sequence[str] | None = None) -> Options:
     """The options of generate.py's command line, checked."""
     return options_of(parser().parse_args(argv))
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(**changes) -> argparse.ArgumentParser:
+    """A parser of all flags, with these of their settings replaced."""
     parser = Parser(
         description="Decode text with a Llama-architecture model from a Hugging Face folder or"
         " GGUF file. Text streams"
         " to stdout, everything else to stderr.",
         epilog="On several devices: torchrun --nproc_per_node=N generate.py …",
     )
-    add = parser.add_argument_group("model").add_argument
-    demo = Path(__file__).parent.parent / "checkpoints" / "demo"
-    help = f"{PATH_HELP}; default: checkpoints/demo"
-    add("-m", "--checkpoint", default=str(demo), metavar="PATH", help=help)
-    add("--adapter", metavar="DIR", help="a LoRA adapter in PEFT's layout, merged while loading")
-    add(
-        "--random_weights",
-        metavar="CONFIG.json",
-        help="this shape with random weights, instead of --checkpoint",
-    )
-    add(
-        "--quantize", metavar="SCHEME", help=f"quantize weights while loading: {', '.join(SCHEMES)}"
-    )
-    add("--quantize_head", default="auto", metavar="SCHEME", help=HEAD_HELP)
-    add("--dtype", choices=DTYPES, help="default: the checkpoint's")
-
-    group = parser.add_argument_group("prompt")
-    add = group.add_argument
-    source = group.add_mutually_exclusive_group()
-    source.add_argument("text", metavar="PROMPT", nargs="?", help="the same as --prompt PROMPT")
-    source.add_argument(
-        "-p", "--prompt", metavar="TEXT", default="Once upon a time", help='default: "%(default)s"'
-    )
-    jsonl = (
-        'one prompt a line, or JSONL objects with "prompt" or "messages", "id", "seed" …; - for'
-        " stdin"
-    )
-    source.add_argument("-f", "--prompt_file", metavar="FILE", help=jsonl)
-    source.add_argument(
-        "-i",
-        "--interactive",
-        action="store_true",
-        help="chat, in the folder's own format if it has one",
-    )
-    add("--system", metavar="TEXT", help="system message for --interactive")
-    add(
-        "--parse_special",
-        action="store_true",
-        help="read names of special tokens in a prompt as the tokens themselves; default: as"
-        " text, and always so in conversations",
-    )
-    add(
-        "--chat_template",
-        metavar="FILE",
-        help="a template in jinja, instead of the one that the checkpoint has",
-    )
-    add(
-        "--chat_template_kwargs",
-        type=json_object,
-        default={},
-        metavar="JSON",
-        help="variables of the template, such as '{\"enable_thinking\": false}'",
-    )
-    add(
-        "--tools",
-        type=json_list,
-        metavar="JSON",
-        help="tools for the template: a list, or a file that holds one",
-    )
-    add("--prefill", default="", metavar="TEXT", help="text that each answer begins with")
-    add("--prompt_cache", metavar="FILE", help="read and write the computed positions of a prompt")
-    add(
-        "--batch_size",
-        type=positive,
-        metavar="N",
-        help="rows decoded together; default: all samples of"
-        " --prompt; of a file, up to 32 that fit in memory",
-    )
-    add(
-        "--num_samples",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="answers to each prompt, with seeds --seed, --seed + 1, …",
-    )
-
-    add = parser.add_argument_group("sampling").add_argument
-    for name, setting in SETTINGS.items():
-        default = DEFAULT_TEMPERATURE if name == "temperature" else setting.default
-        usual = "" if default is None else f"; default: {default:g}"
-        if name in SAMPLING_KEYS:
-            usual = f"{usual or '; default: none'}, or the folder's"
-        help = setting.help.replace("%", "%%") + usual
-        add(f"--{name}", type=setting.type, metavar="N", help=help)
-    seed_help = f"default: 0; {RANDOM_SEED}: a random one, which stderr and --json show"
-    add("--seed", type=int, default=0, metavar="N", help=seed_help)
-
-    add = parser.add_argument_group("length and stopping").add_argument
-    add(
-        "-n",
-        "--max_new_tokens",
-        type=int,
-        metavar="N",
-        help=f"default: {DEFAULT_NEW_TOKENS}; in a chat, as many as fit",
-    )
-    add(
-        "--max_seq_length",
-        type=int,
-        metavar="N",
-        help="positions for prompt and new tokens; default: as many"
-        " as they need; of a chat or scripts.serve, the context, at most 4096",
-    )
-    stop_help = (
-        "end before any of these strings, or at a special token that one names; empty ones"
-        " are ignored"
-    )
-    add("--stop", nargs="+", action="extend", default=[], metavar="TEXT", help=stop_help)
-    add("--ignore_eos", action="store_true", help="do not end at the model's stop tokens")
-
-    group = parser.add_argument_group("drafting")
-    add = group.add_argument
-    draft = group.add_mutually_exclusive_group()
-    draft.add_argument(
-        "-d",
-        "--draft_checkpoint",
-        metavar="PATH",
-        help="a smaller model, a PARD, an EAGLE-3, a DFlash or a DSpark draft",
-    )
-    draft.add_argument("--draft", metavar="SPEC", help=SPEC_HELP)
-    add(
-        "--speculate_k",
-        type=draft_length,
-        metavar="N|auto",
-        help=f"tokens drafted a round; auto: the fastest; default: {DEFAULT_K}",
-    )
-    add(
-        "--verification",
-        choices=VERIFICATIONS,
-        default="block",
-        help="accept sampled draft tokens as a block or one by one; default: block",
-    )
-    draft_quantize_help = "quantize the weights of --draft_checkpoint or --draft mtp"
-    add("--draft_quantize", metavar="SCHEME", help=draft_quantize_help)
-    add(
-        "--fixed_width_steps",
-        action="store_true",
-        help="run every step over K + 1 positions, drafted or not, so that greedy text is identical"
-        " with and without a draft even where the report says up to rounding",
-    )
-    add(
-        "--show_drafts",
-        action="store_true",
-        help="mark drafted tokens: accepted ones blue, rejected ones struck through beside the red"
-        " one that corrects them; without a terminal as {==accepted==} and {~~rejected~>own~~}",
-    )
-
-    add = parser.add_argument_group("where it runs").add_argument
-    add("--device", help="cpu, cuda, cuda:N or mps; default: cuda if there is a GPU")
-    add(
-        "--threads",
-        type=positive,
-        metavar="N",
-        help="threads of a CPU; default: as many as torch takes, at most the container's share",
-    )
-    add(
-        "--kv_cache_dtype",
-        choices=CACHE_NAMES,
-        default="model",
-        help="type of keys and values; int8 and fp8 take half the bytes; default: the model's",
-    )
-    add(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        help="compile the decode step; default: on cuda",
-    )
-
-    add = parser.add_argument_group("under torchrun").add_argument
-    add(
-        "--draft_tp",
-        nargs="?",
-        const="sharded",
-        choices=("sharded", "replicated"),
-        default="replicated",
-        help="divide --draft_checkpoint over the ranks too; default: every rank holds all of it",
-    )
-    add(
-        "--timeout",
-        type=float,
-        default=600,
-        metavar="S",
-        help="seconds to wait for another rank; default: 600",
-    )
-
-    add = parser.add_argument_group("output").add_argument
-    add(
-        "--json",
-        action="store_true",
-        help="one JSON object per sample and row on stdout, nothing else",
-    )
-    add(
-        "--output",
-        metavar="FILE",
-        help="append --json's lines to this file",
-    )
-    add(
-        "--ordered",
-        action="store_true",
-        help="--json in the file's order; default: each line as soon as its row ends",
-    )
-    add(
-        "--logprobs",
-        type=int,
-        metavar="N",
-        help="with --json: log-probabilities of each token and the N most likely,"
-        " before penalties, temperature and filters",
-    )
-    add(
-        "--report",
-        metavar="FILE",
-        help="a page of the answers: each token's origin, p and q, acceptance along the"
-        " text, cost by K; records log-probabilities as --logprobs 0 does",
-    )
-    add(
-        "--profile", metavar="FILE", help="a Chrome trace of everything after loading and compiling"
-    )
+    for title, section in SECTIONS.items():
+        group = parser.add_argument_group(title)
+        if title.endswith("one of"):
+            group = group.add_mutually_exclusive_group()
+        for flag in section:
+            flag.add_to(group, **changes)
     return parser
+
+
+def given(words: Sequence[str]) -> list[Flag]:
+    """The flags that a command line has, be it with their default value."""
+    args = parser(default=argparse.SUPPRESS).parse_args(words)
+    return [FLAGS[key] for key in vars(args)]
 
 
 def options_of(args: argparse.Namespace) -> Options:
@@ -343,8 +496,8 @@ def options_of(args: argparse.Namespace) -> Options:
         raise UserError(f"--logprobs {num_logprobs} needs --json")
     k = DEFAULT_K if args.speculate_k is None else args.speculate_k
     model = model_options(args)
-    numbers = {name: getattr(args, name) for name in SETTINGS}
-    numbers = {name: value for name, value in numbers.items() if value is not None}
+    flags = vars(args)
+    numbers = {name: flags[name] for name in SETTINGS if flags[name] is not None}
     of_folder = {}
     if not model.random_weights:
         of_folder = folder_sampling(model.checkpoint, default_sampling, numbers)
@@ -368,13 +521,13 @@ def options_of(args: argparse.Namespace) -> Options:
         prompts=group(
             PromptOptions,
             args,
-            prompt=args.prompt if args.text is None else args.text,
+            prompt=args.prompt if args.PROMPT is None else args.PROMPT,
             file=args.prompt_file,
             cache_file=args.prompt_cache,
         ),
         output=group(OutputOptions, args, json=as_json, file=args.output),
         run=group(RunOptions, args, batch_size=batch_size),
-        flags=vars(args),
+        flags=flags,
     )
 
 

@@ -20,7 +20,7 @@ from cli.answers import RowAnswer
 from cli.chat import chat
 from cli.errors import defer_interrupts, exit_on_error, silent, use_threads
 from cli.exits import print_broken
-from cli.flags import parse_args, with_chosen_seed
+from cli.flags import FLAGS, parse_args, with_chosen_seed
 from cli.opening import Workload, open_llm
 from cli.options import Options
 from cli.output import Output, open_output
@@ -31,20 +31,6 @@ from cli.report import report
 from loading.files import write_atomically
 from loading.target import pick_device
 from tp import Ranks, join, local_device
-
-# Flags whose values are paths, which may differ between machines.
-PATH_FLAGS = (
-    "adapter",
-    "chat_template",
-    "checkpoint",
-    "draft_checkpoint",
-    "random_weights",
-    "prompt_file",
-    "output",
-    "profile",
-    "report",
-    "tools",
-)
 
 
 @exit_on_error(joins_ranks=True)
@@ -114,8 +100,9 @@ def values_to_compare(options: Options) -> dict[str, object]:
     """What must be equal on all ranks. Paths may differ between machines, so only their
     presence counts."""
     values = {"its torch": torch.__version__}
-    for name, value in options.flags.items():
-        values[f"--{name}"] = value is None if name in PATH_FLAGS else value
+    for key, value in options.flags.items():
+        flag = FLAGS[key]
+        values[flag.name] = value is None if flag.is_path else value
     values["its generation_config.json"] = options.requests.of_folder
     if options.model.random_weights:
         values["the file of --random_weights"] = options.model.config_file.read_bytes()

@@ -14,18 +14,18 @@ from loading.checkpoint import Checkpoint
 from loading.draft_types import draft_type_of
 from loading.models import empty_model, pick_dtype
 from loading.quantization import StoredForm, resolve_schemes
-from loading.target import target_config
+from loading.target import Target
 from model import Config
 from tp import ALONE, Ranks
 
 
 def check_memory(
-    options: Options, device: torch.device, ranks: Ranks, rows: int, length: int
+    options: Options, target: Target, device: torch.device, ranks: Ranks, rows: int, length: int
 ) -> None:
     """UserError for `rows` rows of `length` positions that cannot fit in the free memory."""
     free = ranks.broadcast_object(free_memory(device))  # measured before any rank loads
     try:
-        weights, per_position, max_length = session_bytes(options, device, ranks)
+        weights, per_position, max_length = session_bytes(options, target, device, ranks)
     except UserError:
         return  # loading reports the faults of files, with their names
     caches = rows * min(length, max_length) * per_position
@@ -39,7 +39,9 @@ def check_memory(
     )
 
 
-def session_bytes(options: Options, device: torch.device, ranks: Ranks) -> tuple[int, int, int]:
+def session_bytes(
+    options: Options, target: Target, device: torch.device, ranks: Ranks
+) -> tuple[int, int, int]:
     """(bytes of the weights of target and draft, bytes of one position's keys and values, the
     target's positions). A draft of a few layers, such as EAGLE-3, counts with its files."""
     chosen = options.model
@@ -54,13 +56,13 @@ def session_bytes(options: Options, device: torch.device, ranks: Ranks) -> tuple
         scheme, head_scheme, overrides = resolve_schemes(form, Path(), quantize, head_choice)
         models.append(empty_model(config, dtype, scheme, head_scheme, ranks, overrides))
 
-    config = target_config(chosen)
+    config = target.config
     form = StoredForm()
     if not chosen.random_weights:
-        config, form, _ = Checkpoint(chosen.checkpoint, chosen.adapter).weights
+        config, form, _ = target.checkpoint.weights
     add(config, form, chosen.quantize, chosen.quantize_head, ranks)
     if draft.checkpoint:
-        checkpoint = Checkpoint(draft.checkpoint)
+        checkpoint = Checkpoint.of(draft.checkpoint)
         if draft_type_of(checkpoint.hf) in ("model", "pard"):
             config, form, _ = checkpoint.weights
             add(config, form, draft.quantize, None, ranks if draft.sharded else ALONE)

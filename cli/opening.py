@@ -25,7 +25,8 @@ from decoding.settings import DEFAULT_LENGTH
 from drafts.base import Drafter
 from drafts.registry import load_models
 from generate import LLM
-from loading.target import target_config
+from loading.checkpoint import Checkpoint
+from loading.target import Target
 from model import Config, Transformer
 from tp import ALONE, Ranks
 from weights.walker import batch_invariant_rows
@@ -56,14 +57,17 @@ def open_llm(
 ) -> Opened:
     """Load the models, and make and warm up an engine: one that these prompts fit in, or one for
     prompts of all kinds where they come later."""
-    limit = context_limit(options, target_config(options.model))
+    target = Target(options.model)
+    if options.draft.checkpoint:
+        opened = Checkpoint.of(options.draft.checkpoint)
+        options = replace(options, draft=replace(options.draft, checkpoint=opened))
+    limit = context_limit(options, target.config)
     print_sampling(options)
     min_length = smallest_length(options, workload, limit)
     num_positions = engine_length(options, device, min_length, limit)
-    check_memory(options, device, ranks, smallest_batch(options, workload), num_positions)
-    model, tokenizer, drafter = load_models(
-        options.model, options.draft, device, ranks, progress=True
-    )
+    num_rows = smallest_batch(options, workload)
+    check_memory(options, target, device, ranks, num_rows, num_positions)
+    model, tokenizer, drafter = load_models(target, options.draft, device, ranks, progress=True)
     encoder = Encoder(options, tokenizer, model, limit)
     rows, refused = ranks.broadcast_object(encoder.encode_all(workload.prompts))
     print_broken(refused, rows)

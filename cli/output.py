@@ -15,9 +15,11 @@ from tqdm import tqdm
 
 from cli.answers import RowAnswer
 from cli.draft_marks import draft_marks, print_legend
+from cli.errors import is_out_of_memory
 from cli.exits import print_error
 from cli.options import Options
 from cli.prompts import Row
+from decoding.errors import UserError
 from decoding.statistics import Timing
 from generate import LLM
 
@@ -31,11 +33,11 @@ class Result(NamedTuple):
 
 
 def open_output(name: str | None) -> TextIO | None:
-    """The file of --output, to which lines are added. ValueError for one that cannot be written."""
+    """The file of --output, to which lines are added. UserError for one that cannot be written."""
     try:
         return open(name, "a", encoding="utf-8") if name else None
     except OSError as error:
-        raise ValueError(f"--output {name}: {error.strerror}") from None
+        raise UserError(f"--output {name}: {error.strerror}") from None
 
 
 def print_prompt(text: str) -> None:
@@ -95,13 +97,17 @@ class Output:
         return answer
 
     def add(self, answer: RowAnswer) -> None:
-        """Show a finished answer. Raises its error if the prompt is not a file's line."""
+        """Show a finished answer. Raises a bug's error, and any if the prompt is not a file's
+        line."""
         error = answer.request.error
         result = Result(answer.number, num_tokens=len(answer.ids))
         if error is not None:
-            if self.llm.engine.model.norm.weight.dtype == torch.float16:
+            is_users = isinstance(error, UserError)
+            if not is_users and not is_out_of_memory(error):
+                raise error
+            if is_users and self.llm.engine.model.norm.weight.dtype == torch.float16:
                 hint = "float16 may have overflowed: try --dtype bfloat16 or float32"
-                error = ValueError(f"{error}; {hint}")
+                error = UserError(f"{error}; {hint}")
             location = answer.row.prompt.location
             if location is None:
                 raise error

@@ -25,7 +25,7 @@ from decoding.errors import UserError
 from loading.adapter import adapter_hash
 from loading.checkpoint import Checkpoint
 from loading.files import open_safetensors, write_atomically
-from loading.target import target_config
+from loading.target import Target
 
 FORMAT = "a prompt cache of quickdraft, 5"
 # Flags whose values change the cached keys and values.
@@ -135,7 +135,7 @@ class PromptCache:
 def cache_identity(options: Options) -> dict[str, str]:
     """The flags and files that determine keys and values, without paths."""
     chosen = options.model
-    target_config(chosen)  # an error names a missing file
+    _ = Target(chosen).config  # an error names a missing file
     target = chosen.checkpoint
     shape = None
     if chosen.random_weights:

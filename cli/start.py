@@ -13,17 +13,18 @@ from typing import TypeVar
 from cli.exits import fail
 from cli.flags import parse_args
 from cli.process import prepare
+from decoding.errors import UserError
 
 T = TypeVar("T")
 
 
 def answer_flags(parse: Callable[[], T]) -> T:
-    """The options that `parse` returns. --help ends the program, and so does its ValueError or
+    """The options that `parse` returns. --help ends the program, and so does its UserError or
     OSError."""
     prepare()
     try:
         return parse()
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         fail(error)
 
 

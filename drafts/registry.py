@@ -36,7 +36,7 @@ from loading.options import (
     split_spec,
 )
 from loading.plain_files import error_prefix
-from loading.target import load_target, target_config
+from loading.target import Target, load_target
 from loading.tokenizer import Tokenizer
 from model import Config, Transformer
 from tp import ALONE, Ranks, ranks_of
@@ -90,7 +90,7 @@ def find_draft(draft) -> object:
 
 
 def load_models(
-    options: ModelOptions,
+    options: ModelOptions | Target,
     draft: object,
     device: torch.device,
     ranks: Ranks = ALONE,
@@ -99,10 +99,10 @@ def load_models(
     """Target, tokenizer and drafter. `draft`: DraftOptions, or a drafter as it is. A draft that
     cannot fit is refused before weights are read. Packs last: a draft made from its target needs
     unpacked weights."""
-    config = target_config(options)
+    target = Target.of(options)
     is_object = not isinstance(draft, DraftOptions)
-    load = None if is_object else draft_loader(draft, options, config, progress)
-    model, tokenizer = load_target(options, device, ranks, progress)
+    load = None if is_object else draft_loader(draft, target.options, target.config, progress)
+    model, tokenizer = load_target(target, device, ranks, progress)
     drafter = draft if is_object else load(model, tokenizer)
     pack_with(model, drafter)
     return model, tokenizer, drafter

@@ -57,7 +57,7 @@ def load_translated(
     target's, it takes and gives the target's ids, and its mask token gets the first free id, V."""
     device = target.norm.weight.device
     dtype = pick_dtype(dtype, checkpoint.config.dtype, device)
-    draft_tokenizer = load_tokenizer(checkpoint)
+    draft_tokenizer = load_tokenizer(checkpoint, config=checkpoint.hf)
     ids = shared_tokens(tokenizer, draft_tokenizer, target, checkpoint.path)
     ranks = ranks_of(target) if sharded else None
     model = load_model(

@@ -17,7 +17,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from decoding.errors import UserError
-from loading.plain_files import error_prefix, file_exists, one_line, plain_file, read_json
+from loading.plain_files import error_prefix, file_exists, one_line, read_json, read_plain
 
 # Keys of a message that hold thoughts, in transformers' order.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -200,6 +200,6 @@ def read_source(file: Path) -> str | None:
     if not file_exists(file):
         return None
     try:
-        return plain_file(file).read_text(encoding="utf-8")
+        return read_plain(file).decode().replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: not UTF-8 text: {error}; save it as UTF-8") from None

@@ -11,6 +11,7 @@ llama.cpp's files.
 
 import hashlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -39,7 +40,7 @@ from loading.files import (
     text_model_tensors,
 )
 from loading.models import allocate, empty_model, expected_tensors, load_weights
-from loading.plain_files import error_prefix, is_gguf, one_line, refuse_lfs_pointer
+from loading.plain_files import error_prefix, is_gguf, one_line, plain_file
 from loading.quantization import (
     QUICKDRAFT_CONFIG,
     StoredForm,
@@ -79,7 +80,7 @@ class Checkpoint:
         self.adapter = None if adapter is None else Path(adapter)
         self.is_gguf = is_gguf(self.path)
         if self.path.is_file() and not self.is_gguf:
-            refuse_lfs_pointer(self.path)
+            plain_file(self.path, math.inf)  # refuses a Git LFS pointer
             raise UserError(f"{self.path}: neither a folder nor a GGUF file")
         if not self.is_gguf and not self.path.is_dir():
             raise UserError(f"{self.path}: no such folder or GGUF file")

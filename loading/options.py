@@ -6,6 +6,7 @@ DraftOptions        what drafts for it
 folder_sampling     the sampling that a checkpoint asks for
 """
 
+import os
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -99,11 +100,12 @@ class DraftOptions:
     """What drafts: a folder, or a spec such as "ngram", or the suffix draft and a folder together.
     UserError for options that need weights of the draft's own.
 
+    checkpoint          a path, or an opened loading.checkpoint.Checkpoint
     quantize            a scheme for the folder's weights
     sharded             divide the folder's model over the ranks, instead of holding it on every one
     """
 
-    checkpoint: str | None = None
+    checkpoint: str | os.PathLike | None = None
     spec: str | None = None
     quantize: str | None = None
     sharded: bool = False
@@ -122,11 +124,13 @@ class DraftOptions:
             check_scheme(self.quantize)
 
     @property
-    def source(self) -> str | Path | None:
+    def source(self) -> str | os.PathLike | None:
         """What drafts.registry.load_drafter takes; None without a draft."""
         if not self.checkpoint:
             return self.spec
-        return f"{self.spec},{self.checkpoint}" if self.spec else Path(self.checkpoint)
+        if self.spec:
+            return f"{self.spec},{os.fspath(self.checkpoint)}"
+        return Path(self.checkpoint) if isinstance(self.checkpoint, str) else self.checkpoint
 
     def head_folder(self, target: str) -> str | None:
         """The folder or file of an MTP head: that of the target of this path, unless the spec names
@@ -134,7 +138,7 @@ class DraftOptions:
         match = MTP_SPEC.fullmatch(self.spec or "")
         return match and checkpoint_path(match[2] or target)
 
-    def source_for(self, target: str) -> str | Path | None:
+    def source_for(self, target: str) -> str | os.PathLike | None:
         """`source` for the target of this path, with the folder of an MTP head."""
         folder = self.head_folder(target)
         if folder is None:

@@ -1,8 +1,9 @@
 """Files before they are read: is a file there, is it JSON, is it llama.cpp's?
 
 file_exists         whether a file exists; a dangling link is an error
-plain_file          refuses pipes, huge files and Git LFS pointers
-refuse_lfs_pointer  what git leaves in place of a large file without Git LFS
+plain_file          refuses pipes, huge files and Git LFS pointers, what git leaves in place of a
+                    large file without Git LFS
+read_plain          the bytes of such a file
 read_json           a JSON object from a file; empty without the file
 parse_json          a JSON object from bytes
 is_gguf             whether a file begins like one of llama.cpp's
@@ -36,16 +37,28 @@ def file_exists(file: Path) -> bool:
 
 def plain_file(file: Path, max_bytes: float = MAX_TEXT_BYTES) -> Path:
     """The same file. UserError for a pipe or device, for more bytes, and for a Git LFS pointer."""
+    check_plain(file, max_bytes)
+    refuse_lfs_pointer(file, first_bytes(file, len(LFS_POINTER)))
+    return file
+
+
+def read_plain(file: Path) -> bytes:
+    """The bytes of a file of text, which `plain_file` would not refuse."""
+    check_plain(file, MAX_TEXT_BYTES)
+    content = file.read_bytes()
+    refuse_lfs_pointer(file, content)
+    return content
+
+
+def check_plain(file: Path, max_bytes: float) -> None:
     if not file.is_file():
         raise UserError(f"{file}: a pipe, a device or a folder; give a plain file")
     if file.stat().st_size > max_bytes:
         raise UserError(f"{file}: its {file.stat().st_size:,} bytes are more than {max_bytes:,}")
-    refuse_lfs_pointer(file)
-    return file
 
 
-def refuse_lfs_pointer(file: Path) -> None:
-    if first_bytes(file, len(LFS_POINTER)) == LFS_POINTER:
+def refuse_lfs_pointer(file: Path, content: bytes) -> None:
+    if content.startswith(LFS_POINTER):
         raise UserError(
             f"{file}: a Git LFS pointer instead of the file; fetch it with `git lfs pull`"
         )
@@ -56,7 +69,7 @@ def read_json(file: Path) -> dict:
     if not file_exists(file):
         return {}
     try:
-        content = plain_file(file).read_bytes()
+        content = read_plain(file)
     except OSError as error:
         raise UserError(f"{file}: not readable as JSON: {one_line(error)}") from None
     return parse_json(content, file)

@@ -1,16 +1,17 @@
 """ModelOptions -> the model that a run decodes with, and its tokenizer.
 
 pick_device         --device, or a GPU where there is one
-target_config       the Config, before any weight is read
+Target              the model of a run, opened: each of its files is read once
 load_target         the model, not packed for its kernels yet, and the tokenizer
 """
 
 import hashlib
+from functools import cached_property
 
 import torch
 
 from decoding.errors import UserError
-from loading.checkpoint import Checkpoint, load_config, load_model, read_config
+from loading.checkpoint import Checkpoint, load_model, read_config
 from loading.models import pick_dtype, random_model
 from loading.options import ModelOptions
 from loading.tokenizer import Tokenizer, load_tokenizer
@@ -39,19 +40,41 @@ def pick_device(name: str | None) -> torch.device:
     return device
 
 
-def target_config(options: ModelOptions) -> Config:
-    if options.random_weights:
-        return read_config(options.config_file)
-    return load_config(options.checkpoint)
+class Target:
+    """The model of a run, opened. Nothing is read before it is asked for, and each file once."""
+
+    def __init__(self, options: ModelOptions):
+        self.options = options
+
+    @classmethod
+    def of(cls, options: "ModelOptions | Target") -> "Target":
+        """An opened target as it is; options are opened."""
+        return options if isinstance(options, cls) else cls(options)
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        return Checkpoint(self.options.checkpoint, self.options.adapter)
+
+    @cached_property
+    def config(self) -> Config:
+        """The Config, before any weight is read."""
+        if self.options.random_weights:
+            return read_config(self.options.config_file)
+        return self.checkpoint.config
 
 
 def load_target(
-    options: ModelOptions, device: torch.device, ranks: Ranks = ALONE, progress: bool = False
+    options: ModelOptions | Target,
+    device: torch.device,
+    ranks: Ranks = ALONE,
+    progress: bool = False,
 ) -> tuple[Transformer, Tokenizer]:
     """This rank's part of the model, and the tokenizer. A draft can still be made from it, which
     packed weights do not allow. Random weights come with a tokenizer that reads bytes and writes
     numbers."""
-    config = target_config(options)
+    target = Target.of(options)
+    options = target.options
+    config = target.config
     dtype = pick_dtype(options.dtype, config.dtype, device)
     load_options = {
         "device": device,
@@ -64,10 +87,10 @@ def load_target(
         head_scheme = choose_head_scheme(options.quantize, options.quantize_head)
         model = random_model(config, head_scheme=head_scheme, **load_options)
         return model, Tokenizer(NumberRuntime(config.vocab_size), config.vocab_size)
-    tokenizer = load_tokenizer(options.checkpoint, options.chat_template)
+    checkpoint = target.checkpoint
+    tokenizer = load_tokenizer(checkpoint, options.chat_template, checkpoint.hf)
     pieces = b"\0".join(tokenizer.pieces())
     ranks.check_same(lambda: {"its tokenizer": hashlib.sha256(pieces).hexdigest()})
-    checkpoint = Checkpoint(options.checkpoint, options.adapter)
     model = load_model(
         checkpoint, head_scheme=options.quantize_head, progress=progress, **load_options
     )

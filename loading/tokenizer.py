@@ -12,6 +12,7 @@ in any text. No config.json is needed; ids beyond its vocabulary are refused by 
 """
 
 import codecs
+import os
 import re
 import shutil
 import tempfile
@@ -224,13 +225,16 @@ def replace_surrogates(text: str) -> str:
 
 
 def load_tokenizer(
-    checkpoint_dir: str | Path, chat_template: str | Path | None = None
+    checkpoint_dir: str | os.PathLike,
+    chat_template: str | Path | None = None,
+    config: dict | None = None,
 ) -> Tokenizer:
     """The tokenizer of a folder or GGUF file. The file `chat_template` replaces its own template.
+    `config`: the folder's config.json, where it has been read already.
     UserError names the file that is missing or cannot be read."""
     path = Path(checkpoint_dir)
     if not is_gguf(path):
-        return load_folder(path, chat_template)
+        return load_folder(path, chat_template, config)
     from loading.gguf_metadata import write_files
 
     with tempfile.TemporaryDirectory(prefix="quickdraft-") as folder:
@@ -241,10 +245,12 @@ def load_tokenizer(
     return tokenizer
 
 
-def load_folder(folder: Path, chat_template: str | Path | None = None) -> Tokenizer:
+def load_folder(
+    folder: Path, chat_template: str | Path | None = None, config: dict | None = None
+) -> Tokenizer:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder or GGUF file")
-    settings = TokenizerSettings(folder)
+    settings = TokenizerSettings(folder, config)
     with library_errors(folder, "a tokenizer file has invalid values"):
         runtime = open_runtime(folder, settings)
     variables = runtime.variables | settings.template_variables()

@@ -35,42 +35,27 @@ import torch
 
 from cli.answers import RowAnswer
 from cli.errors import cpu_share, exit_on_error
-from cli.flags import options_of, parser, with_chosen_seed
+from cli.flags import given, options_of, parser, with_chosen_seed
 from cli.opening import context_limit, print_sampling, sampling_paths
 from cli.options import Options
 from cli.prompts import Encoder, Prompt, Row, read_prompts
 from cli.report import decided, rate, speculative, summary
 from cli.running import run_interruptibly, warm_up
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.scheduler import common_prefix
 from decoding.statistics import Timing
 from drafts.base import Drafter
 from drafts.registry import draft_loader, pack_with
 from generate import LLM
 from loading.options import ModelOptions
-from loading.target import load_target, pick_device, target_config
+from loading.target import Target, load_target, pick_device
 from loading.tokenizer import Tokenizer
 from model import Transformer
 from scripts.flags import CompareOptions
 from scripts.flags import compare_args as parse_args
 from scripts.perplexity import check_same_tokens
 
-# Flags that have no meaning in --a and --b.
-REFUSED = (
-    "interactive",
-    "system",
-    "output",
-    "ordered",
-    "json",
-    "text",
-    "prompt",
-    "prompt_file",
-    "num_samples",
-    "profile",
-    "show_drafts",
-    "prompt_cache",
-    "report",
-)
 WARM_UP_TOKENS = 8  # new tokens a prompt in each side's first batch, which does not count
 CONTEXT_TOKENS = 8  # tokens printed before a difference, and half as many after it
 
@@ -99,32 +84,29 @@ class Side:
         self.llm.engine.clear()
         answers = [self.answer(row) for row in rows]
         for answer in run_interruptibly(self.llm, answers):
-            if answer.request.error is not None:
-                raise ValueError(answer.request.error)
+            answer.check()
         self.timings.append(Timing([answer.request for answer in answers]))
         return [answer.ids for answer in answers]
 
 
 def side_options(name: str, flags: str, prompt_file: str | None = None) -> Options:
-    """generate.py's options from a string, for these prompts. ValueError for flags that mean
+    """generate.py's options from a string, for these prompts. UserError for flags that mean
     nothing here."""
     try:
         words = shlex.split(flags)
     except ValueError as error:
-        raise ValueError(f"--{name} {flags}: {error}") from None
-    written = {word.partition("=")[0] for word in words}
-    if written & {"-h", "--help"}:
-        raise ValueError(
+        raise UserError(f"--{name} {flags}: {error}") from None
+    if {"-h", "--help"} & {*words}:
+        raise UserError(
             f"--{name}: --help stands alone; run python generate.py --help for the flags"
         )
+    refused = [flag for flag in given(words) if flag.is_own]
+    if refused:
+        raise UserError(
+            f"--{name}: {refused[0].name} has no meaning here; this program has its own --prompt"
+            " and --json"
+        )
     args = parser().parse_args(words)
-    defaults = parser().parse_args([])
-    for flag in REFUSED:
-        if f"--{flag}" in written or getattr(args, flag) != getattr(defaults, flag):
-            raise ValueError(
-                f"--{name}: --{flag} has no meaning here; this program has its own --prompt and"
-                " --json"
-            )
     args.prompt_file = prompt_file
     args.batch_size = args.batch_size or 1
     return options_of(args)
@@ -152,15 +134,15 @@ class Parts(NamedTuple):
 
 def load_sides(a: Options, b: Options, prompts: list[Prompt]) -> tuple[Side, Side]:
     """Both sides, warmed up. Where no flag limits new tokens, both sides get as many as the shorter
-    context holds. ValueError for different tokenizers, and for prompts that do not fit."""
+    context holds. UserError for different tokenizers, and for prompts that do not fit."""
     targets: dict[ModelOptions, tuple[Transformer, Tokenizer]] = {}
     sides = []
     for options in (a, b):
-        config = target_config(options.model)
-        load_draft = draft_loader(options.draft, options.model, config, progress=True)
+        target = Target(options.model)
+        load_draft = draft_loader(options.draft, options.model, target.config, progress=True)
         if options.model not in targets:  # a model with the same options is loaded once
             device = pick_device(options.model.device)
-            targets[options.model] = load_target(options.model, device, progress=True)
+            targets[options.model] = load_target(target, device, progress=True)
         model, tokenizer = targets[options.model]
         sides.append(Parts(options, model, tokenizer, load_draft(model, tokenizer)))
     first, second = sides
@@ -184,7 +166,7 @@ def load_side(parts: Parts, prompts: list[Prompt], limit: int, num_threads: int)
     max_length = options.run.max_seq_length
     rows, errors = Encoder(options, tokenizer, model, limit).encode_all(prompts)
     if errors:
-        raise ValueError(errors[0])
+        raise UserError(errors[0])
     length = max(len(row.ids) + row.max_new_tokens for row in rows)
     batch_size = min(options.run.batch_size, len(rows))
     engine = Engine(model, batch_size, max_length or length, options.engine, drafter)
@@ -289,7 +271,7 @@ def run(args: CompareOptions) -> dict:
     options_b = side_options("b", args.b, args.prompts.file)
     prompts, errors = read_prompts(args.prompts)
     if errors:
-        raise ValueError(errors[0])
+        raise UserError(errors[0])
     options_a, options_b = share_random_seeds(options_a, options_b)
     a, b = load_sides(options_a, options_b, prompts)
     greedy = all(row.sampling.is_greedy for row in a.rows + b.rows)

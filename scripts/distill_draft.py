@@ -2,10 +2,10 @@
 scripts/distill/ runs."""
 
 from cli.start import answer_flags
-from scripts.flags import distill_draft_args
+from scripts.distill.distill_flags import parse_args
 
 if __name__ == "__main__":
-    answer_flags(distill_draft_args)
+    answer_flags(parse_args)
     from scripts.distill.distill_draft import main
 
     main()

@@ -39,6 +39,7 @@ from cli.errors import exit_on_error, fail
 from cli.options import check_writable
 from decoding.answers import Answer
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.sampling import Sampling
 from drafts.registry import load_models
 from generate import LLM
@@ -140,7 +141,7 @@ def score(
     for continuation, log_p, top in parts:
         log_likelihood = log_p.sum().item()
         if math.isnan(log_likelihood):
-            raise ValueError("the model's logits are not finite")
+            raise UserError("the model's logits are not finite")
         yield continuation.request_number, (log_likelihood, bool(top.all()))
 
 
@@ -172,12 +173,12 @@ def score_branches(
 
 def sampling_of(settings: dict) -> Sampling:
     """A task's normalized generation settings, without `until` and `max_gen_toks`, as a Sampling.
-    ValueError for a setting that would change the text and is not a field of Sampling."""
+    UserError for a setting that would change the text and is not a field of Sampling."""
     names = [field.name for field in dataclasses.fields(Sampling)]
     for name, value in settings.items():
         is_supported = name in names or name == "do_sample" or (name == "num_beams" and value == 1)
         if not is_supported and value is not None:
-            raise ValueError(
+            raise UserError(
                 f"generation_kwargs: {name} = {value!r} is not supported; there are until,"
                 f" max_gen_toks, do_sample, {', '.join(names)}"
             )
@@ -208,11 +209,9 @@ class QuickdraftLM(TemplateLM):
         super().__init__()
         limit = model.config.max_seq_length
         if max_length is not None and not 1 <= max_length <= limit:
-            raise ValueError(
-                f"--max_length {max_length} must lie between 1 and the model's {limit}"
-            )
+            raise UserError(f"--max_length {max_length} must lie between 1 and the model's {limit}")
         if tokenizer.bos_id is None and not tokenizer.stop_ids:
-            raise ValueError(
+            raise UserError(
                 "the tokenizer has neither BOS nor an end token to precede a text's first token"
             )
         self.model = model
@@ -263,13 +262,13 @@ class QuickdraftLM(TemplateLM):
         is the start of an answer, and the template's text after it is removed. A template that
         refuses system messages, or leaves them out, gets the conversation without them."""
         if self.tokenizer.template is None:
-            raise ValueError("this folder has no chat template: leave --apply_chat_template away")
+            raise UserError("this folder has no chat template: leave --apply_chat_template away")
         messages = [dict(message) for message in chat_history]
         if not add_generation_prompt:
             messages[-1]["content"] += f"{ANSWER_END} "
         try:
             text = self._render(messages, add_generation_prompt)
-        except ValueError as error:
+        except UserError as error:
             without_system = [message for message in messages if message["role"] != "system"]
             if len(without_system) == len(messages):
                 raise
@@ -281,7 +280,7 @@ class QuickdraftLM(TemplateLM):
             return text
         text, separator, ending = text.rpartition(ANSWER_END)
         if not separator:
-            raise ValueError(
+            raise UserError(
                 "the chat template leaves out the last message, which the task continues"
             )
         # A template that trims messages would trim this one too.
@@ -326,7 +325,7 @@ class QuickdraftLM(TemplateLM):
         num_truncated = 0
         for number, (strings, context, continuation) in enumerate(requests):
             if not 1 <= len(continuation) <= self.max_length:
-                raise ValueError(
+                raise UserError(
                     f"a continuation of {len(continuation)} tokens cannot be scored: it must have"
                     f" 1 to {self.max_length}, the positions of the model; the request is"
                     f" {str(strings)[:200]}"
@@ -437,8 +436,9 @@ class QuickdraftLM(TemplateLM):
         )
         for answer in finished:
             number = numbers[answer]
-            if answer.request.error is not None:
-                raise ValueError(f"request {number}: {answer.request.error}")
+            if isinstance(answer.request.error, UserError):
+                raise UserError(f"request {number}: {answer.request.error}")
+            answer.check()
             self.cache_hook.add_partial("generate_until", requests[number].args, answer.text)
         return [answer.text for answer in answers]
 
@@ -449,7 +449,7 @@ class QuickdraftLM(TemplateLM):
         max_new_tokens = settings.pop("max_gen_toks")
         stops = [stop for stop in settings.pop("until") if stop]
         if not 1 <= max_new_tokens < self.max_length:
-            raise ValueError(
+            raise UserError(
                 f"max_gen_toks = {max_new_tokens} must lie between 1 and {self.max_length - 1}, to"
                 f" leave room for a prompt in {self.max_length} positions: set --gen_kwargs"
                 " max_gen_toks=N"
@@ -495,7 +495,7 @@ class QuickdraftLM(TemplateLM):
 
 
 def check_tasks(names: Sequence[str], manager) -> None:
-    """ValueError for a task that the harness's TaskManager does not have."""
+    """UserError for a task that the harness's TaskManager does not have."""
     for name in names:
         if name in manager.all_tasks:
             continue
@@ -503,11 +503,11 @@ def check_tasks(names: Sequence[str], manager) -> None:
         hint = "--include_path DIR adds a folder of YAML tasks"
         if similar_names:
             hint = f"nearest: {', '.join(similar_names)}"
-        raise ValueError(f"--tasks: the harness has no task {name!r}; {hint}")
+        raise UserError(f"--tasks: the harness has no task {name!r}; {hint}")
 
 
 def run(options: EvaluationOptions) -> dict:
-    """The harness's results. ValueError for an unknown task, before the model is loaded."""
+    """The harness's results. UserError for an unknown task, before the model is loaded."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -515,7 +515,7 @@ def run(options: EvaluationOptions) -> dict:
     check_writable("output", flags["output"])
     folder = flags["include_path"]
     if folder and not Path(folder).is_dir():
-        raise ValueError(f"--include_path {folder}: no such folder")
+        raise UserError(f"--include_path {folder}: no such folder")
     tasks = [name.strip() for name in flags["tasks"].split(",")]
     manager = TaskManager(include_path=folder)
     check_tasks(tasks, manager)

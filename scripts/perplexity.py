@@ -29,6 +29,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cli.errors import exit_on_error
+from decoding.errors import UserError
 from loading.checkpoint import load_config, load_model
 from loading.models import pick_dtype
 from loading.target import pick_device
@@ -44,25 +45,25 @@ MAX_NLL = math.log(sys.float_info.max)  # the perplexity of a larger one overflo
 
 
 def check_same_tokens(tokenizer: Tokenizer, other: Tokenizer, folder: str) -> None:
-    """ValueError unless both read every id as the same string. Models may still have padded
+    """UserError unless both read every id as the same string. Models may still have padded
     vocabularies."""
     for id, pieces in enumerate(itertools.zip_longest(tokenizer.pieces(), other.pieces())):
         if pieces[0] != pieces[1]:
             first, second = (
                 "no token" if p is None else repr(p.decode(errors="replace")) for p in pieces
             )
-            raise ValueError(
+            raise UserError(
                 f"{folder}: its tokenizer differs from the first's: token {id} is {second}, there"
                 f" {first}"
             )
 
 
 def windows(ids: list[int], context: int, bos: int | None) -> Tensor:
-    """Consecutive windows (n, context), or (n, context + 1) led by BOS. ValueError if the text has
+    """Consecutive windows (n, context), or (n, context + 1) led by BOS. UserError if the text has
     no full window."""
     n = len(ids) // context
     if n == 0:
-        raise ValueError(
+        raise UserError(
             f"the text has {len(ids)} tokens, fewer than one window of --context {context}"
         )
     rows = torch.tensor(ids[: n * context]).view(n, context)
@@ -135,7 +136,7 @@ def measure(
     reference: Transformer | None = None,
     bos: bool = True,
 ) -> dict:
-    """The object that --json prints, for rows of `windows`. ValueError for logits that are not
+    """The object that --json prints, for rows of `windows`. UserError for logits that are not
     finite."""
     # One mean per window; all windows have the same length.
     nlls: list[float] = []
@@ -169,7 +170,7 @@ def measure(
 def check_finite(means: list[float], name: str) -> None:
     num_windows = sum(not math.isfinite(mean) for mean in means)
     if num_windows:
-        raise ValueError(
+        raise UserError(
             f"the logits of {name} are not finite in {num_windows} of {len(means)} windows"
         )
 
@@ -187,16 +188,16 @@ def run(args: PerplexityOptions) -> dict:
     tokenizer = load_tokenizer(options.checkpoint)
     limit = load_config(options.checkpoint).max_seq_length
     if args.context > limit:
-        raise ValueError(f"--context {args.context} is over the model's {limit} positions")
+        raise UserError(f"--context {args.context} is over the model's {limit} positions")
     if args.reference:
         check_reference(args.reference, options.checkpoint, tokenizer)
     try:
         text = Path(args.text).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{args.text}: not UTF-8 text: {error}") from None
+        raise UserError(f"{args.text}: not UTF-8 text: {error}") from None
     bos = next(iter(tokenizer.encode("")), None)  # where encoding a text adds it
     if args.context == 1 and bos is None:
-        raise ValueError(
+        raise UserError(
             "--context 1 leaves nothing to score, as no BOS leads its windows: take 2 or more"
         )
     rows = windows(tokenizer.encode(text, bos=False), args.context, bos)
@@ -211,11 +212,11 @@ def run(args: PerplexityOptions) -> dict:
 
 
 def check_reference(reference: str, checkpoint: str, tokenizer: Tokenizer) -> None:
-    """ValueError for a reference with other tokens."""
+    """UserError for a reference with other tokens."""
     size = load_config(reference).vocab_size
     model_size = load_config(checkpoint).vocab_size
     if size != model_size:
-        raise ValueError(
+        raise UserError(
             f"{reference}: vocabularies of {size} and {model_size} tokens cannot be compared"
         )
     check_same_tokens(tokenizer, load_tokenizer(reference), reference)

@@ -23,6 +23,7 @@ import torch
 
 from cli.errors import exit_on_error
 from cli.report import attended_bytes, position_bytes, stored_bytes, weight_bytes
+from decoding.errors import UserError
 from loading.checkpoint import Checkpoint, find_layouts, read_config
 from loading.files import read_config_json
 from loading.models import empty_model
@@ -48,7 +49,7 @@ def plan(
 ) -> dict:
     """Rank 0 of `world`, in bytes: the weights that it holds, the weights that a step reads and,
     with `context` cached tokens, the keys and values, and a step's collectives. `scheme` is that of
-    the blocks, `head_scheme` of the head, `overrides` of single matrices by name. ValueError for a
+    the blocks, `head_scheme` of the head, `overrides` of single matrices by name. UserError for a
     model that tp.py cannot divide."""
     check_divisible(config, world, max_group(scheme, overrides or {}))
     model = empty_model(config, dtype, scheme, head_scheme, Ranks(0, world), overrides or {})
@@ -76,7 +77,7 @@ def plan(
 
 def storage(path: Path, quantize: str | None) -> tuple[Config, StoredForm]:
     """The config and the schemes of the weights of a folder, of a GGUF file or of a config.json
-    alone. ValueError if only the tensors show them, and neither tensors nor `quantize` are
+    alone. UserError if only the tensors show them, and neither tensors nor `quantize` are
     there."""
     if is_gguf(path) or any(path.glob("*.safetensors")):
         config, form, _ = Checkpoint(path).weights
@@ -91,7 +92,7 @@ def storage(path: Path, quantize: str | None) -> tuple[Config, StoredForm]:
         return config, StoredForm(overrides=overrides)
     if stored.scheme is None and quantize is None and find_layouts(hf) is not None:
         method = hf["quantization_config"]["quant_method"]
-        raise ValueError(
+        raise UserError(
             f"{file}: quant_method = {method!r}: give the folder with its tensors, or a --quantize"
             " scheme"
         )
@@ -133,15 +134,15 @@ def print_row(row: dict, context: int, memory: float | None) -> None:
 def check_flags(args) -> None:
     for scheme in (args.quantize, choose_head_scheme(args.quantize, args.quantize_head)):
         if scheme is not None:
-            format_of(scheme)  # ValueError for an unknown one, once and not in each row
-    if not all(part.isdigit() and int(part) for part in args.ranks.split(",")):
-        raise ValueError(f"--ranks {args.ranks} must be numbers from 1 on, such as 1,2,4,8")
+            format_of(scheme)  # UserError for an unknown one, once and not in each row
+    if not all(part.isdecimal() and int(part) for part in args.ranks.split(",")):
+        raise UserError(f"--ranks {args.ranks} must be numbers from 1 on, such as 1,2,4,8")
     positive_sizes = [args.bandwidth, args.link]
     if args.memory is not None:
         positive_sizes.append(args.memory)
     sizes_fit = all(0 < size < math.inf for size in positive_sizes)
     if not sizes_fit or not 0 <= args.latency < math.inf or (args.context or 0) < 0:
-        raise ValueError(
+        raise UserError(
             "--bandwidth, --link and --memory must be positive, --latency and --context not"
             " negative"
         )
@@ -157,7 +158,7 @@ def main(argv: list[str] | None = None) -> None:
     if context is None:
         context = min(1000, config.max_seq_length)
     if context > config.max_seq_length:
-        raise ValueError(
+        raise UserError(
             f"--context {context} is over the model's {config.max_seq_length} positions"
         )
     scheme, head_scheme, overrides = resolve_schemes(
@@ -171,7 +172,7 @@ def main(argv: list[str] | None = None) -> None:
     for world in map(int, args.ranks.split(",")):
         try:
             row = plan(config, world, dtype, scheme, head_scheme, overrides, context)
-        except ValueError as error:
+        except UserError as error:
             row = {"ranks": world, "refused": str(error)}
         else:
             step_s = seconds(row, args.bandwidth * 1e9, args.latency / 1e6, args.link * 1e9)

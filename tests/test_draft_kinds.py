@@ -35,8 +35,8 @@ from scripts.distill.distill_draft import (
     update,
 )
 from scripts.distill.distill_draft import parse_args as distill_args
+from scripts.distill.distill_flags import DRAFT_KINDS
 from scripts.distill.draft_kinds import KINDS, DSpark, tokens_per_round
-from scripts.flags import DRAFT_KINDS
 
 T, DEPTH = 16, 4
 

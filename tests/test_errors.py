@@ -1,27 +1,39 @@
 """What is wrong with a folder or a request is said in one line: `error: …` with the culprit's name,
-exit status 2, no traceback, in bounded time and memory, with nothing on stdout."""
+exit status 2, no traceback, in bounded time and memory, with nothing on stdout. A bug, also one
+that is a plain ValueError, keeps its traceback."""
 
 import json
 import os
 import resource
 import shutil
 import struct
+import subprocess
 import sys
 import time
 
 import pytest
 import torch
-from conftest import config_json
+from conftest import ROOT, config_json
 from safetensors.torch import load_file, save_file
 
 import loading.target as target_room
+from cli.flags import parse_args
 from cli.main import main
+from cli.start import answer_flags
+from decoding.errors import UserError
+from generate import LLM
 from loading.checkpoint import load_model
 from loading.models import pick_dtype
 
 
 def edit_config(folder, **changes) -> None:
     (folder / "config.json").write_text(json.dumps(config_json(folder) | changes))
+
+
+def edit_tokenizer_config(folder, **changes) -> None:
+    file = folder / "tokenizer_config.json"
+    values = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(values | changes))
 
 
 def edit_tensors(folder, change) -> None:
@@ -153,6 +165,34 @@ FOLDERS = {  # what is done to a good folder; what the line must name
         lambda f: (f / "tokenizer_config.json").write_text("{"),
         "tokenizer_config.json",
     ),
+    "an added token without an id": (
+        lambda f: edit_tokenizer_config(f, added_tokens_decoder={"x": {"content": "a"}}),
+        "tokenizer_config.json: added_tokens_decoder must have",
+    ),
+    "an added token without a name": (
+        lambda f: edit_tokenizer_config(f, bos_token={"content": 5}),
+        "tokenizer_config.json or special_tokens_map.json: {'content': 5} is no token",
+    ),
+    "an older added token without an id": (
+        lambda f: (f / "added_tokens.json").write_text('{"<a>": "1"}'),
+        "added_tokens.json: '<a>' = '1' is no token's id",
+    ),
+    "template is no text": (
+        lambda f: edit_tokenizer_config(f, chat_template=5),
+        "tokenizer_config.json: the chat template is no text, but 5",
+    ),
+    "templates have no names": (
+        lambda f: edit_tokenizer_config(f, chat_template=["a"]),
+        "tokenizer_config.json: chat_template must be a text, or named templates",
+    ),
+    "template is not UTF-8": (
+        lambda f: (f / "chat_template.jinja").write_bytes(b"\xff"),
+        "chat_template.jinja: not UTF-8 text",
+    ),
+    "template is not jinja": (
+        lambda f: (f / "chat_template.jinja").write_text("{{ " + 5000 * "9" + " }}"),
+        "chat_template.jinja: the chat template is broken",
+    ),
     "logits are NaN": (
         lambda f: edit_tensors(f, lambda t: t["model.norm.weight"].fill_(torch.nan)),
         "not finite",
@@ -256,6 +296,16 @@ FLAGS = {  # what is wrong without a look at any weight; what the line must name
     ),
     "no positions": (["--max_seq_length", "-1"], "--max_seq_length -1 must lie between 2"),
     "one position": (["--max_seq_length", "1"], "--max_seq_length 1 must lie between 2"),
+    "tokens to match in another script": (
+        ["--draft", "suffix:\u00b2"],
+        "'\u00b2' is no number of tokens to match",
+    ),
+    "seed": (["--seed", "-5"], "--seed -5 must lie between 0 and 2^62"),
+    "sampling": (["--top_p", "2"], "top_p = 2.0 must lie in (0, 1]"),
+    "scheme": (["--quantize", "int3"], "quantization scheme 'int3' does not exist"),
+    "device": (["--device", "tpu9"], "--device tpu9: not available here"),
+    "prompt": (["--prompt", ""], "--prompt is empty"),
+    "file of prompts": (["--prompt_file", "nowhere"], "nowhere: [Errno 2] No such file"),
     "log-probabilities": (
         ["--json", "--logprobs", "385"],
         "--logprobs 385 is more than the 384 tokens",
@@ -287,3 +337,104 @@ def test_the_refusal_of_a_draft_names_its_file_once(
     status, out, (line,) = run_main(monkeypatch, capsys, *flags)
     assert status == 2 and not out and line.startswith(f"error: {folder}/config.json: "), line
     assert line.count("config.json: ") == 1, line
+
+
+LINES = {  # the only line of a --prompt_file; what the error must name
+    "no JSON": ('{"prompt": ', "expected a JSON object with a string"),
+    "no object": ("{}", "expected a JSON object with a string"),
+    "unknown key": ('{"prompt": "a", "promt": 1}', "'promt': no such key; there are"),
+    "wrong value": ('{"prompt": "a", "top_k": "x"}', "\"top_k\": 'x' must be a number"),
+    "out of range": ('{"prompt": "a", "top_p": 7}', "top_p = 7 must lie in (0, 1]"),
+    "infinity": ('{"prompt": "a", "seed": Infinity}', "it holds Infinity; JSON has no NaN"),
+    "digits": ('{"prompt": "a", "seed": ' + 5000 * "9" + "}", "expected a JSON object"),
+    "too long": (300 * "word ", "over the limit of 160 positions: shorten the prompt"),
+    "too many tokens": ('{"prompt": "a", "max_new_tokens": 999}', "over the limit of 160"),
+    "messages": ('{"messages": [{"role": "user"}]}', "\"messages\": [{'role': 'user'}] must be"),
+}
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_a_wrong_line_is_one_line(text_folder, tmp_path, monkeypatch, capsys, case):
+    line, message = LINES[case]
+    file = tmp_path / "lines"
+    file.write_text(line)
+    flags = ["--checkpoint", str(text_folder), "--prompt_file", str(file), "--max_new_tokens", "4"]
+    status, out, lines = run_main(monkeypatch, capsys, *flags)
+    assert status == 2 and not out and len(lines) == 1, lines
+    assert lines[0].startswith(f"error: {file}, line 1: ") and message in lines[0], lines
+
+
+def sabotage(*_, **__):
+    first, second = 1, 2, 3
+    return first, second
+
+
+BUGS = {  # a function that a fork broke; the flags with which it runs
+    "the command line": ("cli.main.read_prompts", []),
+    "a model's loader": ("loading.target.load_model", []),
+    "a config's reader": ("loading.checkpoint.config_from_hf", []),
+    "a folder's reader": ("loading.checkpoint.open_tensors", []),
+    "weights": ("loading.checkpoint.load_weights", []),
+    "a tokenizer's settings": ("loading.tokenizer.TokenizerSettings", []),
+    "a chat template": ("loading.tokenizer.load_chat_template", []),
+    "a draft's parser": ("drafts.registry.matcher", ["--draft", "ngram"]),
+    "a draft's folder": ("drafts.registry.folder_check", ["--draft_checkpoint", "FOLDER"]),
+    "a drafter": ("drafts.ngram.NgramDraft.propose", ["--draft", "ngram"]),
+    "a first token": ("decoding.engine.decide", []),
+    "a line's check": ("cli.prompts.prompt_of", ["--prompt_file", "LINES"]),
+    "a line's encoding": ("cli.prompts.check_lengths", ["--prompt_file", "LINES"]),
+    "a line's first token": ("decoding.engine.decide", ["--prompt_file", "LINES"]),
+}
+
+
+@pytest.mark.parametrize("case", BUGS)
+def test_a_bug_keeps_its_traceback(text_folder, tmp_path, monkeypatch, capsys, case):
+    """As it is: no error of another class, no prefix, no line of a file that it is blamed on."""
+    function, flags = BUGS[case]
+    (tmp_path / "lines").write_text("a\nb\n")
+    values = {"FOLDER": str(text_folder), "LINES": str(tmp_path / "lines")}
+    flags = ["--checkpoint", str(text_folder), *(values.get(flag, flag) for flag in flags)]
+    monkeypatch.setattr(function, sabotage)
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--device", "cpu", *flags])
+    with pytest.raises(ValueError, match=r"^too many values to unpack \(expected 2") as bug:
+        main()
+    assert type(bug.value) is ValueError and bug.traceback[-1].name == "sabotage"
+    assert "error: " not in capsys.readouterr().err
+
+
+def test_a_bug_in_a_flag_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr("cli.flags.options_of", sabotage)
+    with pytest.raises(ValueError, match="too many values"):
+        answer_flags(lambda: parse_args([]))
+
+
+def test_a_bug_of_ones_own_keeps_its_traceback_in_an_llm(text_folder):
+    """A processor's and a drafter's. An error of the user's names the prompt."""
+
+    class Drafter:
+        propose = advance = sabotage
+
+    llm = LLM(text_folder, draft=Drafter(), device="cpu", dtype="float32")
+    for settings in ({"logits_processor": sabotage}, {"logits_processor": None}):
+        with pytest.raises(ValueError, match=r"^too many values") as bug:
+            llm.generate(["a", "b"], max_new_tokens=4, **settings)
+        assert type(bug.value) is ValueError and bug.traceback[-1].name == "sabotage"
+        assert not llm.engine.has_unfinished()
+    with pytest.raises(UserError, match=r"^prompt 1: has \d+ tokens; with"):
+        llm.generate(["a", 400 * "word "])
+
+
+@pytest.mark.attack
+def test_a_program_ends_with_the_traceback_of_a_bug(text_folder):
+    code = """
+import drafts.ngram, cli.main
+def propose(self, *_):
+    first, second = 1, 2, 3
+drafts.ngram.NgramDraft.propose = propose
+cli.main.main()
+"""
+    flags = ["--checkpoint", str(text_folder), "--device", "cpu", "--draft", "ngram"]
+    command = [sys.executable, "-c", code, *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback (most recent call last)" in done.stderr
+    assert "in propose\n" in done.stderr and "too many values to unpack" in done.stderr

@@ -156,7 +156,8 @@ state = lambda: (dict(os.environ), handlers(), sys.stdout, sys.stderr)
 before = state()
 import generate, model, quantize, speculative, tp
 import decoding.kv_8bit, drafts.registry, loading.checkpoint, loading.tokenizer
-import cli.main, cli.chat, cli.quantize, cli.start, scripts.flags, scripts.serve.serve_flags
+import cli.main, cli.chat, cli.quantize, cli.start
+import scripts.flags, scripts.distill.distill_flags, scripts.serve.serve_flags
 assert state() == before
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -15,6 +15,7 @@ from cli.flags import parse_args
 from cli.main import run
 from cli.memory import check_memory, session_bytes
 from cli.opening import Workload, open_llm
+from loading.target import Target
 from tp import ALONE
 
 CPU = torch.device("cpu")
@@ -35,14 +36,18 @@ def free(monkeypatch):
     return set_free
 
 
+def bytes_of(args) -> tuple[int, int, int]:
+    return session_bytes(args, Target(args.model), CPU, ALONE)
+
+
 def needed(args, rows: int, length: int) -> int:
-    weights, per_position, _ = session_bytes(args, CPU, ALONE)
+    weights, per_position, _ = bytes_of(args)
     return weights + rows * length * per_position
 
 
 def refusal(args, rows: int, length: int) -> str:
     with pytest.raises(ValueError) as error:
-        check_memory(args, CPU, ALONE, rows, length)
+        check_memory(args, Target(args.model), CPU, ALONE, rows, length)
     return str(error.value)
 
 
@@ -60,34 +65,32 @@ def test_nothing_is_refused_that_fits_to_the_byte(free, rows, length, options):
     args = flags(*options)
     total = needed(args, rows, length)
     free(total)
-    check_memory(args, CPU, ALONE, rows, length)
+    check_memory(args, Target(args.model), CPU, ALONE, rows, length)
     free(total - 1)
     assert refusal(args, rows, length).partition(": ")[2].startswith("needs ")
     free(float("inf"))
-    check_memory(args, CPU, ALONE, rows, length)
+    check_memory(args, Target(args.model), CPU, ALONE, rows, length)
 
 
 def test_an_eagle_draft_counts_with_its_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
     (tmp_path / "model.safetensors").write_bytes(bytes(12345))
-    plain, *others = session_bytes(flags(), CPU, ALONE)
-    drafted = session_bytes(flags("--draft_checkpoint", tmp_path), CPU, ALONE)
+    plain, *others = bytes_of(flags())
+    drafted = bytes_of(flags("--draft_checkpoint", tmp_path))
     assert drafted == (plain + 12345, *others)
 
 
 def test_weights_caches_and_drafts_count():
-    plain, per_position, max_length = session_bytes(flags(), CPU, ALONE)
+    plain, per_position, max_length = bytes_of(flags())
     # layers, keys and values, heads, channels, bytes
     assert (per_position, max_length) == (6 * 2 * 4 * 32 * 2, 512)
     stored = (ROOT / "checkpoints/demo/model.safetensors").stat().st_size
     assert 0.99 * stored < plain <= stored
-    assert session_bytes(flags("--kv_cache_dtype", "int8"), CPU, ALONE)[1] == 6 * 2 * 4 * (32 + 4)
-    alone = session_bytes(flags("--checkpoint", ROOT / "checkpoints/demo-draft"), CPU, ALONE)
-    drafted = session_bytes(
-        flags("--draft_checkpoint", ROOT / "checkpoints/demo-draft"), CPU, ALONE
-    )
+    assert bytes_of(flags("--kv_cache_dtype", "int8"))[1] == 6 * 2 * 4 * (32 + 4)
+    alone = bytes_of(flags("--checkpoint", ROOT / "checkpoints/demo-draft"))
+    drafted = bytes_of(flags("--draft_checkpoint", ROOT / "checkpoints/demo-draft"))
     assert drafted == (plain + alone[0], per_position + alone[1], max_length)
-    assert session_bytes(flags("--quantize", "int4-g32"), CPU, ALONE)[0] < 0.6 * plain
+    assert bytes_of(flags("--quantize", "int4-g32"))[0] < 0.6 * plain
 
 
 def test_a_session_that_cannot_fit_ends_before_weights_are_read(free, monkeypatch, capsys):
@@ -98,7 +101,7 @@ def test_a_session_that_cannot_fit_ends_before_weights_are_read(free, monkeypatc
     with pytest.raises(SystemExit) as exit_info:
         cli.main.main(flags("--device", "cpu"))
     err = capsys.readouterr().err
-    weights = f"{session_bytes(flags(), CPU, ALONE)[0] / 1e9:.4g}"
+    weights = f"{bytes_of(flags())[0] / 1e9:.4g}"
     assert exit_info.value.code == 2 and re.fullmatch(
         rf"error: \S*checkpoints/demo: needs \S+ GB or more \(weights {weights}, caches \S+\), but"
         rf" 0\.003 GB of memory"

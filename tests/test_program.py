@@ -1,6 +1,7 @@
 """python generate.py as its users run it: flags, prompt files, text and JSON, chat, errors,
 signals, figures."""
 
+import collections
 import fcntl
 import functools
 import importlib
@@ -19,6 +20,7 @@ import sys
 import termios
 import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +28,8 @@ from conftest import BASE, FAMILIES, ROOT, forked, generate
 
 import cli.chat as chat_room
 import decoding.scheduler as scheduler
+import loading.files as files
+import loading.plain_files as plain_files
 from cli.answers import RowAnswer
 from cli.errors import cpu_share, exit_on_error
 from cli.flags import parse_args
@@ -622,6 +626,35 @@ def test_models_are_packed_once_they_are_loaded():
     for part in (model, drafter.model):
         with pytest.raises(ValueError, match="a packed model cannot be saved"):
             check_unpacked(part, "saved")
+
+
+def test_a_start_opens_each_file_once(text_folder, tmp_path, capsys, monkeypatch):
+    """Of a model and its draft: config.json is parsed once for the check of memory, the weights and
+    the tokenizer, and tensors are opened once. generation_config.json has two readers: the flags
+    want its sampling before torch is imported, the tokenizer its ids."""
+    folders = [text_folder, shutil.copytree(text_folder, tmp_path / "draft")]
+    opened = collections.Counter()
+
+    def counting(function, number: int):
+        def call(*arguments, **options):
+            file = Path(arguments[number])
+            opened[function.__name__, file.parent, file.name] += 1
+            return function(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(plain_files, "read_plain", counting(plain_files.read_plain, 0))
+    monkeypatch.setattr(plain_files, "parse_json", counting(plain_files.parse_json, 1))
+    monkeypatch.setattr(files, "safe_open", counting(files.safe_open, 0))
+    run(capsys, "--checkpoint", folders[0], "--draft_checkpoint", folders[1], "-n", 4)
+    for folder in folders:
+        for function, name in (
+            ("read_plain", "config.json"),
+            ("parse_json", "config.json"),
+            ("safe_open", "model.safetensors"),
+        ):
+            assert opened.pop((function, folder, name)) == 1, (function, folder, name)
+    assert {key[2] for key, count in opened.items() if count > 1} <= {"generation_config.json"}
 
 
 def test_random_weights_measure_a_shape_without_a_tokenizer(tmp_path, capsys):
@@ -1382,7 +1415,7 @@ ANSWERED_FLAGS = {  # words of a command line -> (exit status, what is printed)
     "scripts/compare.py --a x": (2, "error: the following arguments are required: --b\n"),
     "scripts/perplexity.py --text x": (
         2,
-        "error: the following arguments are required: --checkpoint\n",
+        "error: the following arguments are required: -m/--checkpoint\n",
     ),
     "scripts/eval_lm.py --help": (0, "--num_fewshot N"),
     "scripts/distill_draft.py --kind x": (2, "error: argument --kind: invalid choice: 'x'"),

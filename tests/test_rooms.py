@@ -1,6 +1,7 @@
 """A room can be deleted: the demo still tells its story, and an option that needs the room ends in
 an ImportError."""
 
+import functools
 import json
 import re
 import shutil
@@ -95,6 +96,30 @@ def test_the_demo_runs_without(room, story, tmp_path):
         assert re.match(r"(ModuleNotFound|Import)Error: ", end), done.stderr
         assert f"'{missing}'" in end or f"'{missing.rpartition('.')[2]}'" in end, done.stderr
     assert len(ends[2::2]) == len(runs)
+
+
+# Folders that can be deleted alone, and a module that needs each.
+FOLDERS = {
+    "scripts/serve": "scripts.serve.serve",
+    "scripts/distill": "scripts.distill.distill_draft",
+    "benchmarks": "benchmarks.bench",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deleted", FOLDERS)
+def test_a_folder_of_programs_is_needed_by_itself_alone(deleted, tmp_path):
+    copy_without(tmp_path, [deleted])
+    run_python = functools.partial(
+        subprocess.run, cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    done = run_python([sys.executable, "generate.py", "--max_new_tokens", "3"])
+    assert (done.returncode, bool(done.stdout)) == (0, True), done.stderr
+    others = [module for folder, module in FOLDERS.items() if folder != deleted]
+    done = run_python([sys.executable, "-c", f"import {', '.join(others)}"])
+    assert done.returncode == 0, done.stderr
+    done = run_python([sys.executable, "-c", f"import {FOLDERS[deleted]}"])
+    assert done.returncode == 1 and "No module named" in done.stderr
 
 
 @pytest.mark.attack

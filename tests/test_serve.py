@@ -101,6 +101,13 @@ class Running:
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())
 
+    def wait_for(self, words: str) -> None:
+        """Wait until these stand on stderr, where a line may follow the answer."""
+        end = time.monotonic() + 10
+        while words not in self.log.read_text():
+            assert time.monotonic() < end, self.log.read_text()
+            time.sleep(0.02)
+
     def end(self, number: int = signal.SIGTERM) -> int:
         if self.status is None:
             os.kill(self.pid, number)
@@ -915,6 +922,40 @@ def test_flags_that_mean_nothing_to_a_server_are_refused(capsys):
     with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(SystemExit):
         serve.main(["--port", str(listener.getsockname()[1]), "--device", "cpu"])
     assert "cannot listen there" in capsys.readouterr().err
+
+
+def sabotage(*_, **__):
+    first, second = 1, 2, 3
+    return first, second
+
+
+@pytest.mark.parametrize("function", ["new_tokens", "conversation_ids", "check_settings"])
+def test_a_bug_before_a_slot_is_an_internal_error(serving, monkeypatch, function):
+    """500, and a traceback on stderr. What the client can put right stays a 400."""
+    monkeypatch.setattr(serve, function, sabotage)  # the server is a fork of this process
+    running = serving()
+    messages = [{"role": "user", "content": "a"}]
+    body = json.dumps({"model": "demo", "messages": messages, "max_tokens": 2}).encode()
+    status, answer = running.raw("/v1/chat/completions", body)
+    assert status == 500 and answer["error"]["message"] == "internal error", answer
+    running.wait_for("ValueError: too many values to unpack")
+    assert "in sabotage" in running.log.read_text()
+    for wrong in ({"top_p": 7}, {"max_tokens": 0}, {"logit_bias": {"99999": 1}}):
+        body = json.dumps({"model": "demo", "prompt": "a"} | wrong).encode()
+        status, answer = running.raw("/v1/completions", body)
+        assert status == 400 or function == "check_settings", answer
+
+
+def test_a_bug_in_a_step_is_an_internal_error(serving, monkeypatch):
+    """Its class for the client, its traceback for the operator."""
+    running = serving()
+    assert running.ask("a", max_tokens=2).choices
+    monkeypatch.setattr(engine_room, "decide", sabotage)
+    running = serving()
+    body = json.dumps({"model": "demo", "prompt": "a", "max_tokens": 2}).encode()
+    status, answer = running.raw("/v1/completions", body)
+    assert status == 500 and "decoding failed: " in answer["error"]["message"], answer
+    assert "in sabotage" in running.log.read_text()
 
 
 def test_neutral_values_ask_for_nothing_and_an_answer_is_pure_ascii():

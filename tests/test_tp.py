@@ -1118,8 +1118,13 @@ def test_a_rank_that_raises_says_why(text_folder, tmp_path):
     arguments = ["--checkpoint", text_folder, *GREEDY]
     seconds, done = faulty(tmp_path, arguments, more=["--checkpoint", "nowhere"])
     assert seconds < 40 and "error: rank 1: nowhere" in done.stderr, done.stderr
-    seconds, done = faulty(tmp_path, arguments, "raise ValueError('in the middle')")
-    assert seconds < 40 and "error: rank 1: in the middle" in done.stderr, done.stderr
+    user_error = "from decoding.errors import UserError; raise UserError('in the middle')"
+    for fault, message in (
+        (user_error, "error: rank 1: in the middle"),
+        ("raise ValueError('a bug')", "ValueError: a bug"),
+    ):
+        seconds, done = faulty(tmp_path, arguments, fault)
+        assert seconds < 40 and message in done.stderr, done.stderr
 
 
 @pytest.mark.ranks

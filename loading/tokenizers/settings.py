@@ -22,11 +22,16 @@ LLAMA_CLASSES = (
 )
 
 
+def is_name(value: object) -> bool:
+    """Is it a text, without lone surrogates?"""
+    return isinstance(value, str) and value.encode(errors="replace").decode() == value
+
+
 def added_token(value: str | dict, special: bool = True) -> AddedToken:
     """A token that is a name, or an object such as {"content": name, "lstrip": true}. UserError
     without a name."""
     token = value if isinstance(value, dict) else {"content": value}
-    if not isinstance(token.get("content"), str):
+    if not is_name(token.get("content")):
         raise UserError(f"{value!r:.99} is no token: give its name, or an object with its content")
     flags = {flag: bool(token[flag]) for flag in FLAGS if flag in token}
     return AddedToken(token["content"], special=special, **flags)
@@ -35,7 +40,7 @@ def added_token(value: str | dict, special: bool = True) -> AddedToken:
 def checked_tokens(tokens_by_id: object) -> dict[str | int, dict]:
     """added_tokens_decoder. UserError for what is no object of objects by id."""
     is_valid = isinstance(tokens_by_id, dict) and all(
-        str(id).isdecimal() and isinstance(token, dict) and isinstance(token.get("content"), str)
+        str(id).isdecimal() and isinstance(token, dict) and is_name(token.get("content"))
         for id, token in tokens_by_id.items()
     )
     if not is_valid:
@@ -47,14 +52,15 @@ class TokenizerSettings:
     """`token_by_key` has the special tokens with a key, such as eos_token, and `listed` those
     without; `added` has the tokens beside the vocabulary, special or not, by id."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, config: dict | None = None):
+        """`config`: the folder's config.json, if it has been read already."""
         self.folder = folder
         settings = read_json(folder / "tokenizer_config.json")
         names = read_json(folder / "special_tokens_map.json")
         # As in transformers: beside settings of before 4.34, which have no added_tokens_decoder,
         # the map is the newer.
         self.values = names | settings if "added_tokens_decoder" in settings else settings | names
-        self.config = read_json(folder / "config.json")
+        self.config = read_json(folder / "config.json") if config is None else config
         size = self.config.get("vocab_size")  # an invalid one is refused where the model is read
         self.model_vocab_size = size if type(size) is int and size > 0 else MAX_ID
         own_tokens = self.get("extra_special_tokens")  # of a model: by key, or a list

@@ -31,6 +31,7 @@ from tqdm import tqdm
 from cli.errors import defer_interrupts, exit_on_error, use_threads
 from decoding.costs import Costs
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.sampling import Sampling
 from loading.checkpoint import Checkpoint, load_config, load_model
 from loading.files import complete_folder, write_atomically
@@ -39,6 +40,7 @@ from loading.target import pick_device
 from loading.tokenizer import Tokenizer, copy_files, load_tokenizer
 from model import Config, Transformer
 from scripts.distill import draft_text
+from scripts.distill.distill_flags import parse_args
 from scripts.distill.draft_kinds import KINDS, Kind, tokens_per_round
 from scripts.distill.draft_start import (
     check_sizes,
@@ -59,7 +61,6 @@ from scripts.distill.draft_text import (
     read_documents,
     sampled_documents,
 )
-from scripts.flags import distill_draft_args as parse_args
 from weights.walker import pack_model
 
 MAX_LOGITS = 2**24  # positions times vocabulary that are computed at once
@@ -269,7 +270,7 @@ class Run:
         seed = 1 + args.seed + self.step
         loss = add_gradients(self.kind, self.draft, self.target, rows, seed)
         if not math.isfinite(loss):
-            raise ValueError(
+            raise UserError(
                 f"step {self.step}: the loss is {loss}; a lower --lr than {args.lr} may help"
             )
         self.losses.append(loss)
@@ -291,7 +292,7 @@ class Run:
         alpha = statistics.mean(alphas)
         alpha_1 = statistics.mean(by_temperature[1.0])
         if not math.isfinite(alpha + alpha_1):
-            raise ValueError(
+            raise UserError(
                 f"step {self.step}: alpha = {alpha}: the target's logits are not finite"
             )
         prediction = predict(self.costs, alphas)
@@ -400,7 +401,7 @@ def read_state(file: Path, settings: dict) -> dict | None:
     try:
         state = torch.load(file, weights_only=True, map_location="cpu")
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(
+        raise UserError(
             f"{file}: not a training state ({str(error).splitlines()[0]}); remove it"
         ) from None
     check_settings(file, state["settings"], settings)
@@ -414,28 +415,28 @@ def check_request(args) -> Config:
     """Check flags before hours of work, and set the defaults that depend on the target. Returns the
     target's Config."""
     if args.output.exists():
-        raise ValueError(f"{args.output}: exists already; remove it or choose another --output")
+        raise UserError(f"{args.output}: exists already; remove it or choose another --output")
     args.output.parent.mkdir(parents=True, exist_ok=True)
     if args.text is None and args.sampled is None:
-        raise ValueError("nothing to learn on: give --text FILE, --sampled TOKENS, or both")
+        raise UserError("nothing to learn on: give --text FILE, --sampled TOKENS, or both")
     if args.prompts and not args.sampled:
-        raise ValueError("--prompts needs --sampled TOKENS: how much the target answers")
+        raise UserError("--prompts needs --sampled TOKENS: how much the target answers")
     config = load_config(args.target)
     check_sizes(args, config)
     args.context = args.context or min(512, config.max_seq_length)
     min_context = 2 * draft_text.OPENING
     if not min_context <= args.context <= config.max_seq_length:
-        raise ValueError(
+        raise UserError(
             f"--context {args.context} must lie between {min_context} and the target's"
             f" {config.max_seq_length} positions"
         )
-    Sampling(args.temperature)  # ValueError for one that is out of range
+    Sampling(args.temperature)  # UserError for one that is out of range
     if args.lr is None:
         args.lr = 4e-3 * min(1, 128 / args.dim)
     if not 0 < args.lr < 1:
-        raise ValueError(f"--lr {args.lr} must lie between 0 and 1")
+        raise UserError(f"--lr {args.lr} must lie between 0 and 1")
     if not 0 <= args.seed < 2**31:
-        raise ValueError(f"--seed {args.seed} must lie between 0 and 2^31")
+        raise UserError(f"--seed {args.seed} must lie between 0 and 2^31")
     args.work = args.work or Path("build") / "distill" / args.output.name
     return config
 
@@ -467,7 +468,7 @@ def end_token(hf: dict) -> int | None:
 def make_windows(
     args, tokenizer: Tokenizer, training: Documents, heldout: Documents
 ) -> tuple[Windows, Tensor]:
-    """The windows to learn, and the rows (N, T + 1) to evaluate on. ValueError for too little
+    """The windows to learn, and the rows (N, T + 1) to evaluate on. UserError for too little
     text."""
     bos = None if args.prompts else tokenizer.bos_id
     windows = Windows(training, args.context, bos, "training")
@@ -485,7 +486,7 @@ def distill(args) -> dict:
     dtype = pick_dtype(args.dtype, config.dtype, device)
     tokenizer = load_tokenizer(checkpoint)
     if tokenizer.vocab_size > config.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"{args.target}: the tokenizer has {tokenizer.vocab_size} tokens, the model's"
             f" vocabulary only {config.vocab_size}"
         )
@@ -499,7 +500,7 @@ def distill(args) -> dict:
     if args.sampled:
         openings = find_openings(tokenizer, args, training, end)
     else:
-        make_windows(args, tokenizer, training, heldout)  # ValueError for too little text
+        make_windows(args, tokenizer, training, heldout)  # UserError for too little text
     target = load_model(checkpoint, device=device, dtype=dtype, progress=True, pack=False)
     first_weights = {}
     if args.from_layers and state is None:

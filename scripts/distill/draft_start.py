@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from decoding.errors import UserError
 from drafts.target_layers import layer_subset, parse_layers
 from loading.config import config_from_hf, text_part
 from loading.families import FAMILIES
@@ -52,10 +53,10 @@ OWN_ROPES = (
 
 
 def check_sizes(args, config: Config) -> None:
-    """Check sizes against --kind and --from_layers, and set args.layers and args.dim. ValueError
+    """Check sizes against --kind and --from_layers, and set args.layers and args.dim. UserError
     for wrong flags."""
     if args.draft_vocab and args.kind != "eagle3":
-        raise ValueError(
+        raise UserError(
             f"--draft_vocab {args.draft_vocab} is for --kind eagle3; --kind {args.kind} has all"
             " tokens"
         )
@@ -64,9 +65,9 @@ def check_sizes(args, config: Config) -> None:
     if args.from_layers:
         set_sizes_of_layers(args, config)
     if args.layers is None or args.dim is None:
-        raise ValueError(f"--kind {args.kind} needs --layers and --dim")
+        raise UserError(f"--kind {args.kind} needs --layers and --dim")
     if args.project and args.dim > config.dim:
-        raise ValueError(f"--project: --dim {args.dim} is more than the target's {config.dim}")
+        raise UserError(f"--project: --dim {args.dim} is more than the target's {config.dim}")
 
 
 def set_sizes_of_target(args, config: Config) -> None:
@@ -75,11 +76,11 @@ def set_sizes_of_target(args, config: Config) -> None:
     is_deeper = args.kind == "eagle3" and args.layers not in (None, 1)
     if is_deeper or has_other_dim or args.project:
         layers = "1 layer" if args.kind == "eagle3" else "layers"
-        raise ValueError(
+        raise UserError(
             f"--kind {args.kind} has {layers} of the target's --dim {config.dim}, and no --project"
         )
     if args.from_layers or (args.draft_vocab or 1) > config.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"--kind {args.kind} takes no --from_layers, and --draft_vocab up to"
             f" {config.vocab_size}"
         )
@@ -89,13 +90,13 @@ def set_sizes_of_target(args, config: Config) -> None:
 
 def set_sizes_of_layers(args, config: Config) -> None:
     if any(config.sparse):
-        raise ValueError(
+        raise UserError(
             "--from_layers: layers of experts make no quick draft; give --layers and --dim"
         )
     args.from_layers = parse_layers(args.from_layers)
     sizes = (args.layers, args.dim, args.heads, args.kv_heads, args.ffn)
     if any(sizes) or args.project:
-        raise ValueError(
+        raise UserError(
             "--from_layers takes sizes and embedding from the target: give no sizes, and no"
             " --project"
         )
@@ -105,7 +106,7 @@ def set_sizes_of_layers(args, config: Config) -> None:
 
 def draft_config(hf: dict, args) -> dict:
     """config.json of a Llama with the target's RoPE; targets in OWN_ROPES pass on only theta.
-    ValueError for sizes that do not divide."""
+    UserError for sizes that do not divide."""
     if args.from_layers:
         return layers_config(hf, args.from_layers)
     hf = text_part(hf)
@@ -116,7 +117,7 @@ def draft_config(hf: dict, args) -> dict:
         hf = {**hf, **dict.fromkeys(ropes), "rope_theta": theta}
     D = args.dim
     if D % 2:
-        raise ValueError(f"--dim {D} is odd, and RoPE rotates pairs: {D + 1} would work")
+        raise UserError(f"--dim {D} is odd, and RoPE rotates pairs: {D + 1} would work")
     heads = args.heads or default_heads(D)
     kv_heads = args.kv_heads or heads
     check_heads(D, heads, kv_heads)
@@ -149,16 +150,16 @@ def default_heads(D: int) -> int:
 
 
 def check_heads(D: int, heads: int, kv_heads: int) -> None:
-    """ValueError that names the numbers that would divide."""
+    """UserError that names the numbers that would divide."""
     if D % (2 * heads):
         divisors = [H for H in range(1, D // 2 + 1) if D % (2 * H) == 0]
-        raise ValueError(
+        raise UserError(
             f"--dim {D} does not divide into --heads {heads} of an even size; heads that would"
             f" work: {', '.join(map(str, divisors))}"
         )
     if heads % kv_heads:
         divisors = [G for G in range(1, heads + 1) if heads % G == 0]
-        raise ValueError(
+        raise UserError(
             f"--heads {heads} is not a multiple of --kv_heads {kv_heads}; kv_heads that would"
             f" work: {', '.join(map(str, divisors))}"
         )
@@ -168,7 +169,7 @@ def layers_config(hf: dict, layer_ids: Sequence[int]) -> dict:
     """config.json of a model that consists of some of the target's layers."""
     max_layer = hf["num_hidden_layers"] - 1
     if not 0 <= min(layer_ids) <= max(layer_ids) <= max_layer:
-        raise ValueError(f"--from_layers {list(layer_ids)}: the target has layers 0 to {max_layer}")
+        raise UserError(f"--from_layers {list(layer_ids)}: the target has layers 0 to {max_layer}")
     config = {key: value for key, value in hf.items() if key != "quantization_config"}
     if config.get("layer_types"):
         config["layer_types"] = [config["layer_types"][i] for i in layer_ids]
@@ -194,12 +195,12 @@ def weights_of_layers(
     draft: Transformer, target: Transformer, layer_ids: Sequence[int]
 ) -> dict[str, Tensor]:
     """First weights of a draft, in float32: some of the target's layers, its norm and its
-    embedding. The mask's row of the embedding is the mean of the others. ValueError for a packed
+    embedding. The mask's row of the embedding is the mean of the others. UserError for a packed
     target."""
     check_unpacked(target, "copied")
     subset = layer_subset(target, layer_ids)
     if (subset.windows, subset.rope_types) != (draft.windows, draft.rope_types):
-        raise ValueError(
+        raise UserError(
             f"--from_layers {list(layer_ids)}: config.json cannot express the windows and RoPE of"
             " these"
         )

@@ -24,6 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.sampling import Sampling
 from loading.files import write_atomically
 from loading.tokenizer import Tokenizer, conversation_ids
@@ -58,22 +59,26 @@ def ids_of(rows: Tensor) -> Tensor:
 
 
 def check_settings(file: Path, stored: dict, settings: dict) -> None:
-    """ValueError that names the first setting that has changed since `file` was started."""
+    """UserError that names the first setting that has changed since `file` was started."""
     for name, value in settings.items():
         if stored.get(name) != value:
-            raise ValueError(
+            raise UserError(
                 f"{file} was started with {name} {stored.get(name)}, now it is {value}: give the"
                 " same again, remove that file to start anew, or choose another --work"
             )
 
 
+def read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 text: {error}") from None
+
+
 def read_documents(file: Path, tokenizer: Tokenizer, end: int | None) -> Documents:
     """The ids of each document, with the token `end` last if there is one. END separates documents,
     or in a text without it, blank lines do."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: not UTF-8 text: {error}") from None
+    text = read_text(file)
     separator = r"\n(?:[ \t]*\n)+"
     separator_name = "blank lines"
     if END in text:
@@ -90,13 +95,13 @@ def read_documents(file: Path, tokenizer: Tokenizer, end: int | None) -> Documen
 
 
 def read_prompts(file: Path, tokenizer: Tokenizer, context: int) -> list[list[int]]:
-    """The ids of each line as a user's message, up to its answer. ValueError for a file without
+    """The ids of each line as a user's message, up to its answer. UserError for a file without
     lines, or for a prompt that leaves no room in `context`."""
-    lines = [line.strip() for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
+    lines = [line.strip() for line in read_text(file).split("\n") if line.strip()]
     prompts = [conversation_ids(tokenizer, [{"role": "user", "content": line}]) for line in lines]
     longest = max(map(len, prompts), default=0)
     if not 0 < longest < context:
-        raise ValueError(
+        raise UserError(
             f"{file}: the longest of {len(prompts)} prompts has {longest} tokens; --context is"
             f" {context}"
         )
@@ -127,16 +132,16 @@ class Openings:
 
 
 def find_openings(tokenizer: Tokenizer, args, texts: Documents, end: int | None) -> Openings:
-    """ValueError where nothing, or the same thing again and again, would be continued."""
+    """UserError where nothing, or the same thing again and again, would be continued."""
     if args.prompts:
         return Openings(read_prompts(args.prompts, tokenizer, args.context), texts, [], args.seed)
     start = end if tokenizer.bos_id is None else tokenizer.bos_id
     if start is None and not texts:
-        raise ValueError(
+        raise UserError(
             f"--sampled: {args.target} has no BOS and no end token to start from; give --text too"
         )
     if args.temperature == 0 and not texts:
-        raise ValueError(
+        raise UserError(
             "--sampled at --temperature 0 writes one document again and again; give --text or"
             " --prompts"
         )
@@ -194,12 +199,12 @@ def sample_batch(
 def read_samples(file: Path, settings: dict) -> Documents:
     """The documents of an earlier run's complete batches; an incomplete one is removed from the
     file, whose first line has the settings."""
-    text = file.read_text(encoding="utf-8") if file.exists() else json.dumps(settings) + "\n"
+    text = read_text(file) if file.exists() else json.dumps(settings) + "\n"
     lines = text.split("\n")[:-1]  # a last line without a newline was cut off
     try:
         check_settings(file, json.loads(lines[0]), settings)
     except (IndexError, json.JSONDecodeError):
-        raise ValueError(
+        raise UserError(
             f"{file}: its first line holds no settings of this script; remove the file"
         ) from None
     complete = lines[: 1 + (len(lines) - 1) // SAMPLE_ROWS * SAMPLE_ROWS]
@@ -223,7 +228,7 @@ def hold_out(documents: Documents, num_tokens: int) -> tuple[Documents, Document
 
 class Windows:
     """Rows of T + 1 ids, T = context, cut out of concatenated documents; BOS leads each row, if
-    there is one. ValueError for documents with fewer tokens than one row."""
+    there is one. UserError for documents with fewer tokens than one row."""
 
     def __init__(self, documents: Documents, context: int, bos: int | None, name: str):
         self.ids = torch.cat([torch.empty(0, dtype=torch.int32), *documents])  # (n,)
@@ -231,7 +236,7 @@ class Windows:
         self.context = context
         self.size = context + 1 - len(self.lead)  # ids of a row after BOS
         if len(self.ids) < self.size:
-            raise ValueError(
+            raise UserError(
                 f"the {name} documents have {len(self.ids)} tokens, fewer than the {self.size} of"
                 f" one window: give more text, or a smaller --context than {context}"
             )

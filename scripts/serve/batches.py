@@ -17,10 +17,12 @@ import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 
+from cli.errors import is_out_of_memory
 from cli.exits import print_error
 from cli.page import MIN_LOGPROB, Token, token_of
 from cli.report import decided, rate, speculative
 from decoding.answers import Answer
+from decoding.errors import UserError
 from decoding.grammar import Grammar
 from decoding.scheduler import Request
 from decoding.statistics import Timing
@@ -293,7 +295,7 @@ class Decoder:
             self.llm.start(row)
             recording.setdefault(row.prompt_number, row.request)
         except (RuntimeError, ValueError) as error:
-            self.fail(row, error)
+            self.fail(row, error, 400 if isinstance(error, UserError) else 500)
         # Steps were compiled with recording; without it they would be compiled again.
         has_logprobs = any(row.num_logprobs is not None for row in self.llm.running.values())
         self.engine.state.return_logprobs = self.engine.compile or has_logprobs
@@ -309,7 +311,11 @@ class Decoder:
             row.send(self.ending(row))
 
     def fail(self, row: Row, error: Exception, status: int = 500) -> None:
-        print_error(error)
+        """End a row with an error; that of a bug stands on stderr with its traceback."""
+        if isinstance(error, UserError) or is_out_of_memory(error):
+            print_error(error)
+        else:
+            traceback.print_exception(error)
         self.count([row], "error")
         row.job.send(Refusal(f"decoding failed: {error}", status=status))
 

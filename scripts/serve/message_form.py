@@ -35,7 +35,7 @@ SCHEMA_S = 5  # seconds for one schema
 
 @functools.lru_cache(256)  # agents send the same tools with every request
 def check_schemas(source: str) -> None:
-    """ValueError for what check_schemas.py finds wrong with a grammar, or if it takes
+    """UserError for what check_schemas.py finds wrong with a grammar, or if it takes
     longer than SCHEMA_S."""
     try:
         checked = subprocess.run(
@@ -100,7 +100,7 @@ class MessageForm:
 
     def grammar(self, grammars: JsonGrammars) -> Grammar:
         """The grammar of the calls that tool_choice forces, or of a response_format, in place of
-        which the tools may be called. ValueError for a schema that cannot be obeyed."""
+        which the tools may be called. UserError for a schema that cannot be obeyed."""
         request = self.request
         tools = request.forced_tools
         rules = []

@@ -34,6 +34,7 @@ from pydantic import (
 
 from cli.options import check_template_kwargs
 from cli.page import Token
+from decoding.errors import UserError
 from decoding.sampling import Sampling
 from loading.chat_messages import ContentError, join_parts
 from loading.chat_templates import THOUGHTS
@@ -108,7 +109,7 @@ def answer_schema(x: object) -> dict:
             return {"type": "object"}
         case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
             return schema
-    raise ValueError('give {"type": "json_object"}, or the type "json_schema" with a "schema"')
+    raise UserError('give {"type": "json_object"}, or the type "json_schema" with a "schema"')
 
 
 HINTS = get_type_hints(Sampling)
@@ -149,7 +150,7 @@ class TextRequest(create_model("Settings", __base__=SharedKeys, **SETTINGS)):
     def model_post_init(self, context: object) -> None:
         try:
             _ = self.sampling
-        except ValueError as error:  # whose first word is the field
+        except UserError as error:  # whose first word is the field
             raise Refusal(str(error), str(error).split()[0].rstrip(":")) from None
         if any(self.stream_options.values()) and not self.stream:
             raise Refusal("stream_options needs stream = true", "stream_options")
@@ -189,12 +190,12 @@ def check_arguments(x: object) -> object:
     """A call's arguments: an object, or text, which OpenAI's clients send. The text is JSON of an
     object where the model finished it, and may be any other where a limit cut it."""
     if not isinstance(x, dict | str | None):
-        raise ValueError("the arguments must be a JSON object, or a string")
+        raise UserError("the arguments must be a JSON object, or a string")
     return {} if x is None else x
 
 
 def check_parts(content: object) -> object:
-    """A message's content. ValueError for a part that is not text."""
+    """A message's content. UserError for a part that is not text."""
     join_parts(content)
     return content
 
@@ -212,7 +213,7 @@ class ToolCall(BaseModel):
 
 def check_parameters(schema: dict) -> dict:
     if schema.get("type", "object") != "object":
-        raise ValueError("the parameters must be an object's schema")
+        raise UserError("the parameters must be an object's schema")
     return schema
 
 
@@ -258,10 +259,10 @@ class Message(BaseModel):
         if self.content is None:
             self.content = self.refusal
         if self.content is None and not self.tool_calls:
-            raise ValueError("content is missing")
+            raise UserError("content is missing")
         for key, value in self.model_extra.items():
             if value:
-                raise ValueError(f"{key:.99} is not supported")
+                raise UserError(f"{key:.99} is not supported")
 
 
 def check_template_keys(kwargs: dict) -> dict:

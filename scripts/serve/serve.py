@@ -37,6 +37,7 @@ from cli.opening import Workload, open_llm
 from cli.page import page
 from cli.prompts import finite_number, refuse_constant
 from cli.report import greedy_text
+from decoding.errors import UserError
 from decoding.grammar import Grammar
 from decoding.sampling import Sampling
 from decoding.settings import is_random, new_tokens, random_seed
@@ -372,7 +373,7 @@ class Api:
             raise Refusal(f"{len(request.prompts)} prompts: give one of them", "prompt")
         try:
             ids = await self.in_thread(self.encoder, self.ids_of, request, request.prompts[0], bos)
-        except ValueError as error:
+        except UserError as error:
             raise Refusal(f"the prompt: {error}", "messages" if is_chat else "prompt") from None
         max_length = self.llm.engine.max_seq_length
         return json_response({"count": len(ids), "max_model_len": max_length, "tokens": ids})
@@ -458,20 +459,20 @@ class Api:
         try:
             if not self.stop_ids(form.request) & self.llm.tokenizer.stop_ids:
                 reason = "the model has none, or ignore_eos ignores it"
-                raise ValueError(f"JSON answers need an end token: {reason}")
+                raise UserError(f"JSON answers need an end token: {reason}")
             return form.grammar(self.grammars)
-        except (ValueError, RecursionError) as error:
+        except (UserError, RecursionError) as error:
             raise Refusal(f"{key}: {error}", key) from None
 
     def encode_prompts(self, request: TextRequest) -> list[EncodedPrompt]:
         """Refusal for a prompt, or a number of tokens, that does not fit."""
         try:
             check_settings(self.llm.engine.model, request.sampling, 0, (), 0)
-        except ValueError as error:
+        except UserError as error:
             raise Refusal(str(error), "logit_bias") from None
         try:
             return [self.encode(request, prompt) for prompt in request.prompts]
-        except ValueError as error:
+        except UserError as error:
             message = reason_of(error).partition(", or lower")[0]
         message = f"the prompt: {message}"
         param = "messages" if request.chat else "prompt"
@@ -496,7 +497,7 @@ class Api:
     def ids_of(
         self, request: TextRequest, prompt: str | list, bos: bool | None = None
     ) -> list[int]:
-        """The prompt's ids; `bos` as Tokenizer.encode has it. ValueError for a conversation that
+        """The prompt's ids; `bos` as Tokenizer.encode has it. UserError for a conversation that
         the template does not read."""
         tokenizer = self.llm.tokenizer
         if request.chat:
@@ -515,7 +516,7 @@ class Api:
         if request.continue_final_message:
             *messages, answer = messages
             if answer["role"] != "assistant" or answer.keys() - {"role", "content", "name"}:
-                raise ValueError("continue_final_message needs an assistant's text as the last one")
+                raise UserError("continue_final_message needs an assistant's text as the last one")
             kwargs["prefill"] = join_parts(answer["content"])
         elif not request.add_generation_prompt:
             kwargs["add_generation_prompt"] = False
@@ -723,7 +724,7 @@ def listen(flags: ServerOptions) -> socket.socket:
     try:
         return socket.create_server((flags.host, flags.port), family=family)
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"--host {flags.host} --port {flags.port}: cannot listen there: {error}"
         ) from None
 

@@ -8,36 +8,18 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from cli.exits import fail
-from cli.flags import Parser, options_of, positive
-from cli.flags import parser as generate_parser
+from cli.flags import Parser, given, positive
+from cli.flags import parse_args as generate_options
 from cli.options import Options
+from decoding.errors import UserError
 
 NUM_SLOTS = 4  # default of --batch_size
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
-# Flags of generate.py that have no meaning here. --output implies --json.
-REQUEST_FLAGS = (
-    "text",
-    "prompt",
-    "prompt_file",
-    "interactive",
-    "num_samples",
-    "output",
-    "ordered",
-    "json",
-    "profile",
-    "show_drafts",
-    "logprobs",
-    "tools",
-    "prefill",
-    "chat_template_kwargs",
-    "prompt_cache",
-    "report",
-)
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The server's own flags, and generate.py's for its model. ValueError for one that cannot
+    """The server's own flags, and generate.py's for its model. UserError for one that cannot
     work."""
 
     host: str
@@ -56,13 +38,13 @@ class ServerOptions:
 
     def __post_init__(self):
         if not 0 < self.answer_s < 1e6:
-            raise ValueError(f"--answer_s {self.answer_s} must be a positive number of seconds")
+            raise UserError(f"--answer_s {self.answer_s} must be a positive number of seconds")
         if not 0 <= self.port < 2**16:
-            raise ValueError(f"--port {self.port} must lie between 0 and 65535")
+            raise UserError(f"--port {self.port} must lie between 0 and 65535")
         for origin in self.cors or ():
             parts = urlsplit(origin)
             if origin not in ("*", f"{parts.scheme}://{parts.netloc}") or origin == "://":
-                raise ValueError(
+                raise UserError(
                     f"--cors {origin}: an origin is SCHEME://HOST[:PORT] without a path, or *"
                 )
 
@@ -152,37 +134,35 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerOptions:
         help="seconds for one request; default: %(default)s",
     )
     server, words = parser.parse_known_args(argv)
-    args = generate_parser().parse_args([f"--batch_size={NUM_SLOTS}", *words])
-    defaults = generate_parser().parse_args([])
-    for name in REQUEST_FLAGS:
-        if getattr(args, name) != getattr(defaults, name):
-            flag = "PROMPT" if name == "text" else f"--{name}"
-            fail(
-                f"{flag} is about generate.py's own prompts and output; a request to the server"
-                " brings them"
-            )
-    return ServerOptions(**vars(server), options=options_of(args))
+    refused = [flag for flag in given(words) if flag.of_request]
+    if refused:
+        fail(
+            f"{refused[0].name} is about generate.py's own prompts and output; a request to the"
+            " server brings them"
+        )
+    options = generate_options([f"--batch_size={NUM_SLOTS}", *words])
+    return ServerOptions(**vars(server), options=options)
 
 
 def read_api_key(args: ServerOptions) -> str | None:
     """The key of --api_key, --api_key_file or QUICKDRAFT_API_KEY, in this order; None without any
-    of them. ValueError for a key that cannot work. A file is read once, as it may be a pipe."""
+    of them. UserError for a key that cannot work. A file is read once, as it may be a pipe."""
     source = "--api_key"
     key = args.api_key
     if key is not None and args.api_key_file is not None:
-        raise ValueError("--api_key and --api_key_file: give one of them")
+        raise UserError("--api_key and --api_key_file: give one of them")
     if args.api_key_file is not None:
         source = f"--api_key_file {args.api_key_file}"
         try:
             key = Path(args.api_key_file).read_text("utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{source}: {error}") from None
+            raise UserError(f"{source}: {error}") from None
     elif key is None:
         source = "QUICKDRAFT_API_KEY"
         key = os.environ.get(source)
     is_visible = bool(key) and all("!" <= character <= "~" for character in key)
     if key is not None and not is_visible:
-        raise ValueError(
+        raise UserError(
             f"{source}: a key must be visible ASCII characters without blanks, at least one"
         )
     return key

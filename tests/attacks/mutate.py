@@ -146,7 +146,7 @@ TESTS = {
     " conversation'",
     "cli/errors.py": "errors faults files tp program -k 'errors or faults or free_memory or nccl"
     " or old_torch'",
-    "cli/flags.py": "requests errors files program",
+    "cli/flags.py": "flags requests errors files program",
     "cli/main.py": "requests files program",
     "cli/memory.py": "memory",
     "cli/opening.py": "errors files prompt_cache program speculative_cli"
