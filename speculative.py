@@ -106,9 +106,8 @@ def accept(
     draft_tokens: Tensor,
     draft_probs: Tensor,
     target_probs: Tensor,
-    generator: torch.Generator | None = None,
     *,
-    noise: tuple[Tensor, Tensor] | None = None,
+    noise: tuple[Tensor, Tensor],
     block: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 1 of L for every row: the number of drafted tokens to keep, and the token that
@@ -116,19 +115,16 @@ def accept(
 
     draft_tokens (B, K) int, drawn from draft_probs (B, K, V) float32; target_probs (B, K + 1, V)
     float32
-    -> n_accepted (B,), next_token (B,), int64. `noise` replaces the generator: uniform numbers in
-    [0, 1) for the K decisions (B, K), and for the next token after each number of acceptances (B, K
-    + 1). What a block decides also depends on the tokens that it discards and on their numbers, so
-    the next round must draft these positions again with fresh numbers: `round_uniform` therefore
-    hashes the round's start. Nothing here waits for the device. Where the target's probabilities
-    are NaN, next_token is sampling.INVALID; where the draft's are, its token is rejected.
+    -> n_accepted (B,), next_token (B,), int64. `noise`: uniform numbers in [0, 1) for the K
+    decisions (B, K), and for the next token after each number of acceptances (B, K + 1). What a
+    block decides also depends on the tokens that it discards and on their numbers, so the next
+    round must draft these positions again with fresh numbers: `round_uniform` therefore hashes the
+    round's start. Nothing here waits for the device. Where the target's probabilities are NaN,
+    next_token is sampling.INVALID; where the draft's are, its token is rejected.
     """
     B, K = draft_tokens.shape
     p = target_probs.float()
     q = draft_probs.float()
-    if noise is None:
-        numbers = torch.rand(B, 2 * K + 1, generator=generator, device=p.device)
-        noise = numbers.split((K, K + 1), dim=1)
     to_accept, to_draw = noise
     drafted = draft_tokens[..., None]  # (B, K, 1)
     p_drafted = p[:, :K].gather(2, drafted)[..., 0]  # (B, K)
@@ -234,13 +230,17 @@ def speculate(
     sampled ones of the same distribution.
 
     drafter.propose(text, plan) returns k tokens (1, k) for the positions after text.pos, and the
-    distributions (1, k, V) that it drew them from, or zeros for no draft.
+    distributions (1, k, V) that it drew them from, or zeros for no draft. In place of the target
+    its runner may come, with caches for one row; by default passes round as an engine's do.
     """
-    from decoding.runner import ModelRunner
-
     end = len(prompt) + max_new_tokens
+    runner = target
+    if isinstance(target, Transformer):
+        from decoding.runner import ModelRunner
+
+        runner = ModelRunner(target, 1, end, slack=k + 1)
+    target = runner.model
     text = Text(prompt, sampling, seed, end + k, target.norm.weight.device)
-    runner = ModelRunner(target, 1, end, slack=k + 1)
     # The prompt decides the first token, as in `decode`.
     h = runner.prefill(text.tokens, 0, len(prompt))  # (1, T, D)
     p = sampling.probs(target.head(h[:, -1:]))  # (1, 1, V)

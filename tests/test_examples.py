@@ -264,3 +264,21 @@ def test_a_filter_is_a_function_two_rows_and_a_field(tmp_path):
     command = [sys.executable, "-c", TYPICAL_CODE, str(ROOT / "checkpoints" / "demo")]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_notebook_needs_four_files(tmp_path):
+    """Those that its first lines name, and nothing else of the project."""
+    notebook = ROOT / "examples" / "notebook.py"
+    files = re.search(r"^ {4}(model\.py .*)$", notebook.read_text(), re.MULTILINE)[1].split()
+    assert len(files) <= 4 and len(notebook.read_text().splitlines()) <= 120
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / file, tmp_path / file)
+    shutil.copy(notebook, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "notebook.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    num_tokens, num_passes = re.match(r"(\d+) tokens in (\d+) passes", done.stdout).groups()
+    assert int(num_passes) < int(num_tokens) == 60
+    assert done.stdout.splitlines()[-1] == "the drafted text is the plain one"

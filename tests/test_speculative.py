@@ -157,6 +157,12 @@ def test_blocks_keep_more_tokens():
     assert kept_and_law(p, q, 2, block=True)[0] == pytest.approx(11 / 9)
 
 
+def numbers_for(drafted: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The `noise` of `accept` for drafted tokens (B, K)."""
+    B, K = drafted.shape
+    return torch.rand(B, 2 * K + 1, generator=generator).split((K, K + 1), dim=1)
+
+
 @pytest.mark.parametrize("block", [False, True])
 def test_accept_follows_its_formulas(block):
     """The function against the exact mean and law of the next token, 10^5 draws: within 5 standard
@@ -168,7 +174,9 @@ def test_accept_follows_its_formulas(block):
     for _ in range(K):
         tokens.append(torch.multinomial(q[tokens[-1]], 1, generator=generator)[:, 0])
     before = torch.stack(tokens, dim=1)  # (n, K + 1)
-    kept, token = accept(before[:, 1:], q[before[:, :-1]], p[before], generator, block=block)
+    drafted = before[:, 1:]
+    noise = numbers_for(drafted, generator)
+    kept, token = accept(drafted, q[before[:, :-1]], p[before], noise=noise, block=block)
     mean, law = kept_and_law(p, q, K, block)
     assert abs(kept.double().mean() - mean) < 5 * kept.double().std() / n**0.5
     first = torch.where(kept > 0, before[:, 1], token)
@@ -311,7 +319,7 @@ def test_accept_at_temperature_0_is_comparison():
     p = Sampling(0).probs(logits)
     drafted = torch.randint(0, 6, (500, 4), generator=generator)
     q = torch.nn.functional.one_hot(drafted, 6).float()
-    n, token = accept(drafted, q, p, generator)
+    n, token = accept(drafted, q, p, noise=numbers_for(drafted, generator))
     best = logits.argmax(-1)
     want = (drafted == best[:, :4]).long().cumprod(1).sum(1)
     assert torch.equal(n, want) and torch.equal(token, best.gather(1, want[:, None])[:, 0])
@@ -321,28 +329,25 @@ def test_what_is_not_a_number():
     """NaN in q is a rejection and the token p's; NaN in p is INVALID, for the host to name. 16 bits
     are no trap."""
     p, q = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]]), torch.full((1, 1, 2), math.nan)
-    n, token = accept(torch.tensor([[0]]), q, p)
+    noise = numbers_for(torch.tensor([[0]]), torch.Generator().manual_seed(0))
+    n, token = accept(torch.tensor([[0]]), q, p, noise=noise)
     assert (n.item(), token.item()) == (0, 1)
-    n, token = accept(torch.tensor([[0]]), torch.tensor([[[1.0, 0.0]]]), p * math.nan)
+    one_hot = torch.tensor([[[1.0, 0.0]]])
+    n, token = accept(torch.tensor([[0]]), one_hot, p * math.nan, noise=noise)
     assert (n.item(), token.item()) == (0, INVALID)
     near = torch.tensor([0.5, 0.5 + 2**-20]).half()  # trap: a residual that sums to 0 in 16 bits
     assert residual(near.float(), near.float()).sum() == pytest.approx(1, abs=1e-3)
-    n, token = accept(
-        torch.tensor([[1]]),
-        near.expand(1, 1, 2),
-        near.expand(1, 2, 2),
-        torch.Generator().manual_seed(0),
-    )
+    q, p = near.expand(1, 1, 2), near.expand(1, 2, 2)
+    n, token = accept(torch.tensor([[1]]), q, p, noise=noise)
     assert n.item() == 1 and token.item() in (0, 1)
 
 
-def test_accept_with_a_generator_is_reproducible_and_shaped():
+def test_a_round_of_no_drafted_tokens_decides_one():
     p, q = torch.rand(3, 6, 11).softmax(-1), torch.rand(3, 5, 11).softmax(-1)
     drafted = torch.randint(0, 11, (3, 5))
-    a, b = (accept(drafted, q, p, torch.Generator().manual_seed(4)) for _ in range(2))
-    assert all(torch.equal(x, y) for x, y in zip(a, b)) and a[0].shape == a[1].shape == (3,)
-    n, token = accept(drafted[:, :0], q[:, :0], p[:, :1])
-    assert n.tolist() == [0, 0, 0] and token.shape == (3,)
+    to_draw = torch.rand(3, 1)
+    n, token = accept(drafted[:, :0], q[:, :0], p[:, :1], noise=(to_draw[:, :0], to_draw))
+    assert n.tolist() == [0, 0, 0] and torch.equal(token, draw(p[:, 0], to_draw[:, 0]))
 
 
 # -------------------------------------------------------------------------------- whole sequences
