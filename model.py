@@ -744,6 +744,8 @@ class Transformer(nn.Module):
             key_pos = torch.arange(max_seq_length, device=weight.device)
         return Caches(tuple(layers), key_pos, max_seq_length=max_seq_length)
 
+    visible_keys = staticmethod(visible_keys)
+
     def visible_by_window(
         self,
         pos: Tensor,
@@ -756,7 +758,7 @@ class Transformer(nn.Module):
         H, G = self.layers[0].attention.heads()
         visible = {}
         for window in set(self.windows):
-            keys = visible_keys(pos, caches.key_pos, window, caches.key_block)
+            keys = self.visible_keys(pos, caches.key_pos, window, caches.key_block)
             shape = (H // G, caches.row_multiple, dtype, caches.mask_length)
             visible[window] = keys.as_bias(*shape)._replace(attend=caches.attend)
         return visible

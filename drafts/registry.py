@@ -222,6 +222,10 @@ def spec_parser(kind: str) -> Callable:
             from drafts.target_layers import layers_from_spec
 
             return layers_from_spec
+        case "window":
+            from drafts.target_layers import window_from_spec
+
+            return window_from_spec
         case "quantized":
             from drafts.target_layers import quantized_from_spec
 

@@ -1,8 +1,11 @@
 """Drafts that are the target itself, on its own caches: some of its layers (`--draft
-layers:0-7,24-31`), or all of them quantized (`--draft quantized:SCHEME`).
+layers:0-7,24-31`), all of them on a part of the keys (`--draft window:N`), or quantized (`--draft
+quantized:SCHEME[,window:N]`).
 
     layer_subset        a Transformer of some of a model's layers
-    layers_from_spec, quantized_from_spec       the parsers of these specs (drafts/registry.py)
+    WindowedTarget      a Transformer that attends to the first keys and to the last N
+    layers_from_spec, window_from_spec, quantized_from_spec
+                        the parsers of these specs (drafts/registry.py)
 """
 
 import copy
@@ -10,13 +13,16 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from decoding.errors import UserError
 from drafts.base import ModelDraft
-from model import Config, Transformer
+from model import AttentionMask, Config, Transformer, visible_keys
 from weights.formats import format_of
 from weights.walker import quantized_copy
+
+NUM_SINKS = 4  # keys at a text's beginning, which attention needs even if it uses them little
 
 
 def layer_subset(model: Transformer, layer_ids: Sequence[int]) -> Transformer:
@@ -30,6 +36,33 @@ def layer_subset(model: Transformer, layer_ids: Sequence[int]) -> Transformer:
     subset.windows = tuple(model.windows[i] for i in layer_ids)
     subset.rope_types = tuple(model.rope_types[i] for i in layer_ids)
     return subset
+
+
+class WindowedTarget(Transformer):
+    """A model's own modules with attention to NUM_SINKS keys at the text's beginning and to the
+    last `window` ones, as in StreamingLLM (arXiv:2309.17453). It reads less of a long cache, and
+    the same weights."""
+
+    def __init__(self, model: Transformer, window: int):
+        nn.Module.__init__(self)
+        self.__dict__.update(model.__dict__)
+        self._modules = dict(model._modules)
+        self.windows = tuple(window if own is None else min(own, window) for own in model.windows)
+
+    @staticmethod
+    def visible_keys(pos: Tensor, key_pos: Tensor, window: int, key_block: int) -> AttentionMask:
+        """As model.visible_keys, and the first NUM_SINKS keys, which precede the gathered ones."""
+        keys = visible_keys(pos, key_pos, window, key_block)
+        query_pos = pos[:, None, :, None]  # (B, 1, T, 1)
+        if keys.index is None:
+            key_pos = key_pos.view(-1, 1, 1, key_pos.size(-1))  # (1 or B, 1, 1, S)
+            is_sink = (key_pos < NUM_SINKS) & (key_pos <= query_pos)
+            return keys._replace(mask=keys.mask | is_sink)
+        sinks = torch.arange(NUM_SINKS, device=pos.device)
+        is_before = query_pos - sinks >= window  # (B, 1, T, NUM_SINKS): not among the last ones
+        mask = torch.cat((is_before, keys.mask), dim=-1)
+        index = torch.cat((sinks.expand(len(pos), -1), keys.index), dim=1)
+        return AttentionMask(mask, index)
 
 
 def check_layers(layer_ids: Sequence[int], n_layers: int) -> None:
@@ -61,8 +94,32 @@ def layers_from_spec(value: str, config: Config) -> Callable[..., ModelDraft]:
     return lambda target, *_, **options: ModelDraft(layer_subset(target, layers), layers)
 
 
-def quantized_from_spec(value: str, config: Config) -> Callable[..., ModelDraft]:
-    """`--draft quantized:SCHEME`: the target's quantized self, on the target's caches."""
-    format_of(value)
+def window_from_spec(value: str, config: Config) -> Callable[..., ModelDraft]:
+    """`--draft window:N`: the target on its first keys and its last N, on the target's caches."""
+    window = parse_window(value)
     layers = range(config.n_layers)
-    return lambda target, *_, **options: ModelDraft(quantized_copy(target, value), layers)
+    return lambda target, *_, **options: ModelDraft(WindowedTarget(target, window), layers)
+
+
+def parse_window(value: str) -> int:
+    """UserError for what is no number of keys."""
+    if not value.isdigit() or int(value) < 1:
+        raise UserError(f"{value!r} is no number of keys for window:N; it must be at least 1")
+    return int(value)
+
+
+def quantized_from_spec(value: str, config: Config) -> Callable[..., ModelDraft]:
+    """`--draft quantized:SCHEME[,window:N]`: the target's quantized self, on the target's
+    caches."""
+    scheme, separator, window = value.partition(",window:")
+    format_of(scheme)
+    window = parse_window(window) if separator else None
+    layers = range(config.n_layers)
+
+    def load(target: Transformer, *_, **options) -> ModelDraft:
+        draft = quantized_copy(target, scheme)
+        if window is not None:
+            draft = WindowedTarget(draft, window)
+        return ModelDraft(draft, layers)
+
+    return load

@@ -1,8 +1,8 @@
-"""A drafted run in a notebook: four files copied, and a drafter of one's own.
+"""A drafted run in a notebook: five files copied, and a drafter of one's own.
 
-    model.py  speculative.py  decoding/sampling.py  decoding/settings.py
+    model.py speculative.py decoding/sampling.py decoding/settings.py decoding/errors.py
 
-Copy these next to this file, with the last two in a folder decoding/, and run it. The model is a
+Copy these next to this file, with the last three in a folder decoding/, and run it. The model is a
 tiny one with random weights; `Lookup` is the drafter to change. What it prints at the end must hold
 for every drafter: greedy text is that of plain decoding, however little the drafts are worth.
 """

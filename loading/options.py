@@ -152,7 +152,8 @@ SPECS = {
     "suffix": "suffix[:N]",
     "ngram": "ngram[:N]",
     "layers": "layers:0-7,24-31",
-    "quantized": "quantized:SCHEME",
+    "window": "window:N",
+    "quantized": "quantized:SCHEME[,window:N]",
     "mtp": "mtp[:DIR]",
 }
 SPEC_HELP = ", ".join((*SPECS.values(), "or suffix[:N],DIR with a draft folder"))

@@ -37,6 +37,7 @@ from drafts.mtp import HEADS, MtpDraft, MtpModel
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft, pard_token
 from drafts.registry import check_draft, folder_check, load_drafter
+from drafts.target_layers import NUM_SINKS, WindowedTarget, layer_subset
 from drafts.translated import SAMPLE_TEXT
 from drafts.vocabulary import ids_by_string, translate
 from loading.checkpoint import load_model
@@ -46,7 +47,7 @@ from loading.tokenizer import load_tokenizer
 from model import Config, Transformer
 from tests.attacks.law import IgnoresIds, WrongPosition
 from tests.conformance.drafters import recorded
-from tests.conformance.targets import PROMPTS, pair, tiny
+from tests.conformance.targets import BASE, PROMPTS, pair, tiny
 
 D, V, DRAFT_V = 64, 131, 90  # of conftest's families; ids that the EAGLE-3 drafts have
 # ----------------------------------------------------------------------------------------- folders
@@ -1040,3 +1041,37 @@ def test_a_spec_stays_a_spec_beside_a_folder_of_its_name(
     )
     with pytest.raises(ValueError, match="a folder belongs to --draft_checkpoint"):
         run_args(args)
+
+
+@pytest.mark.parametrize("key_block", [1, 8])
+@pytest.mark.parametrize("num_queries", [1, 3])
+def test_a_window_shows_the_first_keys_and_the_last(num_queries, key_block):
+    """Each of them once, from the text's beginning to far behind the window."""
+    window, S = 9, 64
+    for first in (*range(20), 40, S - num_queries):
+        pos = torch.arange(first, first + num_queries)[None]  # (1, T)
+        keys = WindowedTarget.visible_keys(pos, torch.arange(S), window, key_block)
+        index = torch.arange(S) if keys.index is None else keys.index[0]
+        for query, mask in zip(pos[0].tolist(), keys.mask[0, 0], strict=True):
+            wanted = [key for key in range(query + 1) if key < NUM_SINKS or query - key < window]
+            assert sorted(index[mask].tolist()) == wanted
+
+
+def test_a_windowed_model_gives_the_same_logits_in_one_pass_and_step_by_step():
+    model = tiny(0, 14, **BASE)
+    windowed = WindowedTarget(model, 9)
+    text = torch.randint(BASE["vocab_size"], (1, 60), generator=torch.Generator().manual_seed(1))
+    together = windowed(text, torch.arange(60))
+    caches = windowed.make_caches(1, 96)
+    for n in range(60):
+        alone = windowed(text[:, n : n + 1], torch.tensor([n]), caches)
+        torch.testing.assert_close(alone[0, 0], together[0, n], atol=1e-4, rtol=1e-4)
+    # The control: without the first keys it is another model.
+    assert (replace_windows(model, 9)(text, torch.arange(60)) - together).abs().max() > 1e-2
+
+
+def replace_windows(model: Transformer, window: int) -> Transformer:
+    """The model with sliding windows and nothing else."""
+    other = layer_subset(model, range(model.config.n_layers))
+    other.windows = (window,) * model.config.n_layers
+    return other

@@ -276,14 +276,15 @@ def test_running_out_of_memory_is_said(text_folder, monkeypatch, capsys):
 FLAGS = {  # what is wrong without a look at any weight; what the line must name
     "kind of draft": (
         ["--draft", "foo"],
-        "--draft foo: expected suffix[:N], ngram[:N], layers:0-7,24-31, quantized:SCHEME,"
-        " mtp[:DIR], or",
+        "--draft foo: expected suffix[:N], ngram[:N], layers:0-7,24-31, window:N,",
     ),
     "tokens to match": (
         ["--draft", "ngram:0"],
         "--draft ngram:0: '0' is no number of tokens to match; it must be at least 1",
     ),
     "scheme of a draft": (["--draft", "quantized:int3"], "int3"),
+    "keys of a draft": (["--draft", "window:0"], "--draft window:0: '0' is no number of keys"),
+    "keys of a quantized draft": (["--draft", "quantized:int8,window:"], "'' is no number of keys"),
     "layers of a draft": (
         ["--draft", "layers:0-7"],
         "--draft layers:0-7: layers [0, 1, 2, 3, 4, 5, 6, 7] must be",

@@ -20,7 +20,7 @@ SAMPLINGS = {
     "filtered": Sampling(1.2, top_k=20, top_p=0.9),
 }
 KINDS = {
-    **dict.fromkeys(("model", "itself", "layers", "ngram1", "suffix"), test_speculative),
+    **dict.fromkeys(("model", "itself", "layers", "window", "ngram1", "suffix"), test_speculative),
     **dict.fromkeys(("eagle", "pard", "dflash", "mtp", "shared"), test_drafts),
 }
 

@@ -41,7 +41,7 @@ from drafts import ngram
 from drafts.base import Drafter, ModelDraft
 from drafts.ngram import NgramDraft
 from drafts.suffix import SuffixDraft
-from drafts.target_layers import layer_subset, parse_layers
+from drafts.target_layers import WindowedTarget, layer_subset, parse_layers
 from loading.models import random_model
 from model import Transformer
 from speculative import accept, acceptance, residual
@@ -542,6 +542,7 @@ def any_drafter(kind: str, target: Transformer, draft: Transformer) -> Drafter:
         "model": lambda: ModelDraft(draft),
         "itself": lambda: ModelDraft(target_copy(target)),
         "layers": lambda: ModelDraft(layer_subset(target, [0, 1, 3]), on_layers=[0, 1, 3]),
+        "window": lambda: ModelDraft(WindowedTarget(target, 7), on_layers=range(4)),
         "early exit": lambda: ModelDraft(layer_subset(target, [0]), on_layers=[0]),
         "ngram": lambda: NgramDraft(2),
         "ngram1": lambda: NgramDraft(1),
@@ -572,6 +573,7 @@ DRAFTERS = [
     "model",
     "itself",
     "layers",
+    "window",
     "early exit",
     "ngram",
     "ngram1",
