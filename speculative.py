@@ -154,10 +154,11 @@ def accept(
 
 class Plan(NamedTuple):
     """What a step asks of a drafter: K tokens for every row, none of which has more than `length`
-    decided tokens."""
+    decided tokens. `runs_model`: does one row or more take the draft of its model?"""
 
     k: int
     length: int
+    runs_model: bool = True
 
 
 class Text:

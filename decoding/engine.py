@@ -204,7 +204,6 @@ class Engine:
                 self.views[begin, end] = Rows(state, self.runner.row_view(begin, end), drafter)
         rows = self.views[begin, end]
         rows.state.return_logprobs = self.state.return_logprobs
-        rows.drafter.runs_model = True  # unless a plan says otherwise
         return rows
 
     # ------------------------------------------------------------------------------------ requests
@@ -367,7 +366,7 @@ class Engine:
                 for request in requests:
                     self.prefill_draft(request.slot, request.num_positions - 1)
             step = self.plan(requests, plans, begin_s)
-            result = self.run(step.rows, step.length, step.k)
+            result = self.run(step.rows, step.length, step.k, step.runs_model)
             self.readback.send(result, step)
             return events + self.read(self.max_waiting())
         except Exception as error:
@@ -559,7 +558,6 @@ class Engine:
             if self.drafter.owns_cache and not self.drafter.fits(request):
                 self.has_outgrown_draft = True
         rows = self.rows(begin, end)
-        rows.drafter.runs_model = self.drafter.runs_model
         running = [(request.slot.index - begin, request) for request in requests]
         limits = {request: plan.k for plan in plans for request in plan.requests}
         rows.state.prepare_step(running, limits)
@@ -585,16 +583,21 @@ class Engine:
         return begin, end
 
     def run(
-        self, rows: Rows, length: int, k: int = 0, forced_tokens: Tensor | None = None
+        self,
+        rows: Rows,
+        length: int,
+        k: int = 0,
+        runs_model: bool = True,
+        forced_tokens: Tensor | None = None,
     ) -> StepResult:
-        """Run one step, which drafts k tokens, on rows of at most `length` decided positions.
-        `forced_tokens` (B, k) replaces the drafted tokens."""
+        """Run one step on rows of at most `length` decided positions. It drafts k tokens, by the
+        drafter's model or without; `forced_tokens` (B, k) replaces them."""
         state, target, _ = rows
         start = drafted = timestamp(self.device)
         state.length = length + k
         draft = ()
         if k > 0:
-            tokens, probs = self.propose(rows, Plan(k, length))
+            tokens, probs = self.propose(rows, Plan(k, length, runs_model))
             drafted = timestamp(self.device)
             draft = (tokens if forced_tokens is None else forced_tokens, probs)
             state.write_masks(draft[0])

@@ -119,7 +119,7 @@ class HybridDraft(SuffixDraft):
         """A suffix draft that later tokens have refuted leaves its row to the model, if that
         runs."""
         tokens, probs = super().propose(batch, plan)  # (B, K), (B, K, V)
-        if not self.runs_model:
+        if not plan.runs_model:
             return Draft(tokens, probs)
         model_tokens, model_probs = self.model_draft.propose(batch, plan)
         has_suffix = probs[:, :1].sum(dim=-1) > 0  # (B, 1)

@@ -1080,10 +1080,10 @@ def test_auto_stops_drafting_as_a_text_grows(margins, num_rows, lag, monkeypatch
     plan = engine.plan
     planned = []
 
-    def run_by_clock(rows, length: int, k: int = 0, forced_tokens=None):
+    def run_by_clock(rows, length: int, k: int = 0, runs_model=True, forced_tokens=None):
         seconds = 1 + k * (0.05 if length == 16 else 3.0)
         times = (0.0, 0.0, seconds, seconds)
-        return run(rows, length, k, forced_tokens)._replace(times=times)
+        return run(rows, length, k, runs_model, forced_tokens)._replace(times=times)
 
     def plan_and_record(*args):
         planned.append(plan(*args))
