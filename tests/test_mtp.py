@@ -447,6 +447,23 @@ def test_the_command_line_takes_a_head(flags, story_folder, capsys):
     assert rows[1]["speculative"]["drafted"] > 0
 
 
+def test_a_prompt_cache_belongs_to_its_head(story_folder, tmp_path, capsys):
+    """It has the head's keys and values, which a run without the head has no place for."""
+    common = f"--checkpoint {story_folder} --device cpu --prompt_cache {tmp_path / 'cache'}"
+    common = [*common.split(), "--max_new_tokens", "5", "--prompt", "the little cat"]
+    run_args(parse_args([*common, "--draft", "mtp"]))
+    run_args(parse_args([*common, "--draft", "mtp"]))
+    assert "tokens read" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--draft mtp: another one there than here"):
+        run_args(parse_args(common))
+
+
+def test_a_head_is_not_divided_over_ranks(story_folder):
+    args = ["--checkpoint", str(story_folder), "--draft", "mtp", "--draft_tp", "--device", "cpu"]
+    with pytest.raises(ValueError, match=r"--draft_tp sharded: .* holds such a draft in full"):
+        run_args(parse_args(args))
+
+
 def test_a_program_takes_a_head(story_folder):
     llm = LLM(story_folder, draft="suffix,mtp", dtype="float32", device="cpu", max_seq_length=80)
     drafter = llm.engine.drafter
