@@ -329,12 +329,26 @@ class ByColumn(Symmetric):
         return parts["codes"].float() * parts["scale"]
 
 
+class Rolled(Symmetric):
+    """Stores the codes of the last input first, so that a cut by columns holds others."""
+
+    scope = "rows"
+
+    def quantize(self, w, row_max=None):
+        parts = super().quantize(w)
+        return parts | {"codes": parts["codes"].roll(1, 1)}
+
+    def dequantize(self, parts):
+        return super().dequantize(parts | {"codes": parts["codes"].roll(-1, 1)})
+
+
 @pytest.mark.parametrize(
     "fmt, message",
     [
         (OfTheMatrix(8), "scope = 'rows' says that half of the rows"),
         (Misnamed(8), r"returns the parts \['codes', 'offset', 'scale'\]"),
         (Inverse(8), "dequantize does not invert quantize"),
+        (Rolled(8), "by columns dequantizes to other weights"),
         (ByColumn(8), "the first dimension is that of the 48 rows"),
     ],
     ids=lambda case: type(case).__name__,

@@ -398,38 +398,6 @@ def test_a_processor_without_such_products_takes_others(monkeypatch):
     assert cpu.int8_form(torch.zeros(cpu.LARGE_BYTES // 256, 256, dtype=torch.int8)) is None
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_shards_put_together_are_the_whole(scheme):
-    """Both dimensions, 2 and 4 parts: stored parts join to the original's, products add up or
-    join."""
-    linear = torch.nn.Linear(512, 64).requires_grad_(False)
-    full = QuantizedLinear.from_float(linear, scheme)
-    x = torch.randn(3, 512)
-    for world in (2, 4):
-        rows, columns = ([full.shard(dim, rank, world) for rank in range(world)] for dim in (0, 1))
-        for name, part in full.parts().items():
-            assert torch.equal(torch.cat([shard.parts()[name] for shard in rows]), part)
-            if part.dim() > 1:
-                assert torch.equal(torch.cat([shard.parts()[name] for shard in columns], 1), part)
-        for shard in (*rows, *columns):
-            shard.pack()
-        assert torch.allclose(torch.cat([shard(x) for shard in rows], -1), full(x), atol=1e-4)
-        pieces = x.chunk(world, 1)
-        assert torch.allclose(
-            sum(shard(piece) for shard, piece in zip(columns, pieces)), full(x), atol=1e-4
-        )
-    if FORMATS[scheme].group:
-        with pytest.raises(
-            ValueError, match=r"512 cannot be divided into 64 shards of full groups of"
-        ):
-            full.shard(1, 0, 64)
-    with pytest.raises(ValueError, match="64 cannot be divided into 3"):
-        full.shard(0, 0, 3)
-    full.pack()
-    with pytest.raises(ValueError, match="a packed model cannot be sharded"):
-        full.shard(0, 0, 2)
-
-
 # ----------------------------------------------------------------------------------------- models
 
 

@@ -390,7 +390,7 @@ def test_a_format_of_matrices_sees_all_rows(monkeypatch):
 @pytest.mark.parametrize("scheme", FORKS)
 def test_a_forks_format_is_the_same_on_ranks(scheme, wide, tmp_path, monkeypatch):
     """Whatever it must see of a weight, a row or all, a rank holds its share of what one process
-    has: from a folder in full precision, from a quantized one, and of a Linear in memory."""
+    has: from a folder in full precision, and from a quantized one."""
     monkeypatch.setitem(FORMATS, scheme, FORKS[scheme])
     monkeypatch.setattr(formats, "CHUNK_WEIGHTS", 4096)
     options = {"dtype": torch.float32, "quantize": scheme, "head_scheme": scheme, "pack": False}
@@ -421,7 +421,6 @@ def test_a_forks_format_is_the_same_on_ranks(scheme, wide, tmp_path, monkeypatch
                 share = linear.dequantized(torch.float32)[66 * rank : 66 * rank + 66]
             else:
                 share = linear.dequantized(torch.float32).chunk(2, 1)[rank]
-                assert torch.equal(linear.shard(1, rank, 2).dequantized(torch.float32), share), name
             for model in (fresh, stored):
                 assert torch.equal(
                     model.get_submodule(name).dequantized(torch.float32)[: len(share)], share

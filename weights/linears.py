@@ -1,7 +1,6 @@
 """Linears that own their weights in a stored form.
 
-    QuantizedLinear                      a Linear that owns the parts of a format: from_float,
-                                         shard, pack
+    QuantizedLinear                      a Linear that owns the parts of a format: from_float, pack
     Int8Linear, Int4Linear, MxLinear     its subclasses with a kernel that reads the codes
     QuantizedEmbedding                   rows of a tied, quantized head
     FusedLinear                          plain weights on a GPU
@@ -187,29 +186,6 @@ class QuantizedLinear(RowsLinear):
         """Copy the parts of these rows into the parameters."""
         for name, part in parts.items():
             getattr(self, name)[rows] = part
-
-    def shard(self, dim: int, rank: int, world: int) -> "QuantizedLinear":
-        """The shard of rank `rank` of `world`: output rows (dim 0), or inputs in full groups (dim
-        1) with the bias on rank 0 alone. A scale per row stays that of the full row. UserError for
-        sizes that do not divide."""
-        check_unpacked(self, "sharded")
-        sizes = [self.out_features, self.in_features]
-        group = max(1, self.format.group) if dim == 1 else 1
-        if sizes[dim] % (world * group):
-            raise UserError(
-                f"{sizes[dim]} cannot be divided into {world} shards of full groups of {group}"
-                f" ({self.scheme}); use fewer ranks, or a scheme with smaller groups"
-            )
-        sizes[dim] //= world
-        has_bias = self.bias is not None and (dim == 0 or rank == 0)
-        options = {"bias": has_bias, "device": self.codes.device, "dtype": self.dtype}
-        sharded = self.empty(sizes[1], sizes[0], self.scheme, **options)
-        for name, target in sharded.named_parameters():
-            part = getattr(self, name)
-            is_full = part.shape[dim : dim + 1] == target.shape[dim : dim + 1]  # a row's scale too
-            part = part if is_full else part.chunk(world, dim)[rank]
-            sharded.copy_parts(slice(None), {name: part})
-        return sharded
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weights (out, in)."""
