@@ -9,11 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import BASE, FAMILIES, WRAPPERS, config_json
+from conftest import BASE, FAMILIES, config_json
 from test_caches import Ring
 from test_drafts import any_drafter, tiny_drafter
 from test_quantize import FORKED, SCHEMES
-from test_speculative import DropsTheUnlikely
+from test_speculative import DropsTheUnlikely, Poison
 
 import speculative
 from decoding.kv_8bit import Fp8Cache, Int8Cache
@@ -23,11 +23,12 @@ from drafts.hybrid import HybridDraft
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft
 from drafts.suffix import SuffixDraft
-from drafts.target_layers import layer_subset
+from drafts.target_layers import WindowedTarget, layer_subset
 from model import KVCache, Transformer
 from tests.conformance import check_cache, check_drafter, check_family, check_format
 from tests.conformance.targets import V, pair, tiny
 from weights.formats import FORMATS, Symmetric
+from weights.linears import QuantizedLinear
 
 # --------------------------------------------------------------------------------------- drafters
 
@@ -74,6 +75,10 @@ DRAFTERS = {
     "custom": Parrot,
     "mtp": from_folder("mtp"),
     "shared": from_folder("shared"),
+    "window": lambda target: ModelDraft(
+        WindowedTarget(target, 6), on_layers=range(target.config.n_layers)
+    ),
+    "poison": lambda target: Poison(),
 }
 
 
@@ -176,22 +181,25 @@ def of_model(drafter_class):
     return lambda target: drafter_class(draft_for(target))
 
 
+MISTAKES = {
+    "states one position off": (one_ahead, "a hidden state or a key one position off"),
+    "stops at the unlikely": (of_model(StopsAtTheUnlikely), "drawn and then replaced or dropped"),
+    "writes text": (WritesText, "differs from plain decoding at its token"),
+    "drops the unlikely": (
+        of_model(DropsTheUnlikely),
+        "drawn and then replaced or dropped|so it was not drawn",
+    ),
+    "says another": (of_model(SaysAnother), "drawn and then replaced or dropped"),
+    "not normalized": (of_model(Unnormalized), "q sums to 2"),
+    "forgets": (forgets, "since their tokens were rejected"),
+    "shares a row": (SharesARow, "its draft depends on other rows"),
+}
+
+
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (one_ahead, "a hidden state or a key one position off"),
-        (of_model(StopsAtTheUnlikely), "drawn and then replaced or dropped"),
-        (WritesText, "differs from plain decoding at its token"),
-        (of_model(DropsTheUnlikely), "drawn and then replaced or dropped|so it was not drawn"),
-        (of_model(SaysAnother), "drawn and then replaced or dropped"),
-        (of_model(Unnormalized), "q sums to 2"),
-        (forgets, "since their tokens were rejected"),
-        (SharesARow, "its draft depends on other rows"),
-    ],
-    ids=lambda case: getattr(case, "__name__", ""),
-)
-def test_wrong_drafters_are_refused(make, message):
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_wrong_drafters_are_refused(mistake):
+    make, message = MISTAKES[mistake]
     with pytest.raises(AssertionError, match=message):
         check_drafter(make)
 
@@ -343,25 +351,22 @@ class Rolled(Symmetric):
 
 
 @pytest.mark.parametrize(
-    "fmt, message",
+    "format_class, message",
     [
-        (OfTheMatrix(8), "scope = 'rows' says that half of the rows"),
-        (Misnamed(8), r"returns the parts \['codes', 'offset', 'scale'\]"),
-        (Inverse(8), "dequantize does not invert quantize"),
-        (Rolled(8), "by columns dequantizes to other weights"),
-        (ByColumn(8), "the first dimension is that of the 48 rows"),
+        (OfTheMatrix, "scope = 'rows' says that half of the rows"),
+        (Misnamed, r"returns the parts \['codes', 'offset', 'scale'\]"),
+        (Inverse, "dequantize does not invert quantize"),
+        (Rolled, "by columns dequantizes to other weights"),
+        (ByColumn, "the first dimension is that of the 48 rows"),
     ],
-    ids=lambda case: type(case).__name__,
 )
-def test_wrong_formats_are_refused(fmt, message):
+def test_wrong_formats_are_refused(format_class, message):
     with pytest.raises(AssertionError, match=message):
-        check_format(fmt)
+        check_format(format_class(8))
 
 
 def test_a_wrong_kernel_is_refused(monkeypatch):
     """One that leaves out the last input."""
-    from weights.linears import QuantizedLinear
-
     product = QuantizedLinear.product
 
     def without_last(self, x):
@@ -375,8 +380,8 @@ def test_a_wrong_kernel_is_refused(monkeypatch):
 # --------------------------------------------------------------------------------------- families
 
 
-@pytest.mark.one_in(10)
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in WRAPPERS])
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_families_conform(family, folder_of):
     check_family(config_json(folder_of(family)))
 
