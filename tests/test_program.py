@@ -1142,7 +1142,7 @@ def test_a_terminal_shows_an_answer_to_its_last_word(chat_folder, capsys, monkey
     options = ("--max_new_tokens", 30, "--ignore_eos")
     piped, _ = chatted(capsys, monkeypatch, chat_folder, "the cat\n", *options)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((20, 24)))
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_, **__: os.terminal_size((20, 24)))
     shown, _ = chatted(capsys, monkeypatch, chat_folder, "the cat\n", *options)
     assert shown.count("\n") > piped.count("\n") and shown.split() == piped.split()
 
