@@ -21,6 +21,7 @@ import decoding.engine as engine_room
 import speculative
 from benchmarks import levels
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.sampling import Sampling
 from decoding.scheduler import MIN_REUSED
 from loading.checkpoint import load_model
@@ -61,9 +62,14 @@ def other_weights(folder, **options):
     return model
 
 
+def unnamed(folder):
+    raise UserError("one key is wrong")
+
+
 CARELESS = {  # what is replaced, by what, and what is to be said of it
     "another exception": ("load_config", lambda folder: {}["x"], "KeyError"),
-    "a message without the folder": ("load_config", lambda folder: int("x"), "not one line"),
+    "a message without the folder": ("load_config", unnamed, "not one line"),
+    "a bug": ("load_config", lambda folder: int("x"), "ValueError"),
     "a file outside": (
         "load_config",
         lambda folder: (folder.parent / "x").write_text("x"),
