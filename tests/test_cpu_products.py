@@ -270,6 +270,27 @@ def test_packing_leaves_the_engine_as_it_was():
 
 
 @needs_fbgemm
+def test_a_forked_process_packs_too():
+    """It inherits the object of the threads that pack, and none of the threads."""
+    code = """
+import os, signal, torch
+from weights import cpu
+torch.set_num_threads(1)
+weight = torch.ones(8, 8).bfloat16()
+x = torch.ones(3, 8).bfloat16()
+cpu.FbgemmWeights(weight)(x)
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    y = cpu.FbgemmWeights(weight)(x)
+    os._exit(int(not torch.equal(y, torch.full((3, 8), 8.0).bfloat16())))
+raise SystemExit(os.waitpid(child, 0)[1])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_fbgemm
 @pytest.mark.parametrize("M", [1, 3, 40])
 def test_sums_of_7_bit_digits_are_exact(M):
     """The largest digits against the largest codes, and random ones. Sums up to 2^24 are whole

@@ -22,6 +22,7 @@ rows of a tile are used, and the same machine reads 21 to 33 GB/s.
 """
 
 import functools
+import os
 import threading
 import warnings
 from collections.abc import Callable
@@ -52,7 +53,6 @@ TILE_ROWS = 16  # of a tile of AMX
 # Weights that fbgemm packs at once, from float32 numbers of 128 MB. More parts cost 0.1 ms each.
 MAX_PART_WEIGHTS = 2**25
 NUM_PACKERS = 4  # parts that are packed at the same time
-FREE_PACKERS = threading.Semaphore(NUM_PACKERS)
 
 LIBRARY.define(
     "packed_product(Tensor x, Tensor handle, int out_features, ScalarType dtype) -> Tensor"
@@ -237,11 +237,26 @@ def has_fbgemm() -> bool:
     return engine in ("x86", "fbgemm") and engine in torch.backends.quantized.supported_engines
 
 
-@functools.cache
-def packers() -> ThreadPoolExecutor:
+class Packers:
     """Threads that pack for fbgemm, whose packing runs on one thread and takes 10 to 25 ns a
     weight."""
-    return ThreadPoolExecutor(NUM_PACKERS, thread_name_prefix="packer")
+
+    def __init__(self):
+        self.threads = ThreadPoolExecutor(NUM_PACKERS, thread_name_prefix="packer")
+        self.free = threading.Semaphore(NUM_PACKERS)
+
+    def pack(self, numbers: Tensor) -> Future:
+        """Pack float32 numbers (rows, in) as float16. Waits while as many as NUM_PACKERS run."""
+        self.free.acquire()
+        future = self.threads.submit(torch.ops.quantized.linear_prepack_fp16, numbers, None)
+        future.add_done_callback(lambda _: self.free.release())
+        return future
+
+
+@functools.cache
+def packers_of(process_id: int) -> Packers:
+    """A process that was forked from this one has none of its threads."""
+    return Packers()
 
 
 def row_scale(weight: Tensor) -> Tensor:
@@ -294,10 +309,7 @@ class FbgemmWeights(PackedWeights):
             numbers = torch.empty(part.shape)
             for rows in row_chunks(*part.shape):
                 torch.div(part[rows], row_scale(part[rows]), out=numbers[rows])
-            FREE_PACKERS.acquire()
-            future = packers().submit(torch.ops.quantized.linear_prepack_fp16, numbers, None)
-            future.add_done_callback(lambda _: FREE_PACKERS.release())
-            parts.append(future)
+            parts.append(packers_of(os.getpid()).pack(numbers))
         return parts
 
     def kernel(self, x: Tensor) -> Tensor:
