@@ -278,7 +278,7 @@ def model_difference(models, num_rows: int, seeds=(2, 3, 4)) -> float:
         model_rows = [rows for (k, _, runs_model, _), rows in steps if k and runs_model]
         for rows, seen in zip(model_rows, drafter.model_draft.seen, strict=True):
             for row, (before, tokens, probs) in enumerate(zip(*seen)):
-                if row not in rows or len(before) > 90:
+                if row not in rows or not before or len(before) > 90:  # or it has ended
                     continue
                 text = torch.tensor([before + tokens])
                 logits = draft(text, torch.arange(text.size(1)))[0, len(before) - 1 : -1]
