@@ -2,9 +2,10 @@
 
     model.py speculative.py decoding/sampling.py decoding/settings.py decoding/errors.py
 
-Copy these next to this file, with the last three in a folder decoding/, and run it. The model is a
-tiny one with random weights; `Lookup` is the drafter to change. What it prints at the end must hold
-for every drafter: greedy text is that of plain decoding, however little the drafts are worth.
+Copy these next to this file, with the last three in a folder decoding/, and run it; in a checkout,
+`python -m examples.notebook` does. The model is a tiny one with random weights, and `Lookup` is the
+drafter to change. What it prints at the end must hold for every drafter: greedy text is that of
+plain decoding, however little the drafts are worth.
 """
 
 import torch
