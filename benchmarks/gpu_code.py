@@ -22,7 +22,7 @@ from benchmarks.shapes import GPU_SHAPES, config_json, scheme_of
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from loading.config import config_from_hf
-from loading.models import empty_model
+from loading.models import empty_model, same_schemes
 from model import Transformer
 from tests.attacks import emulate
 from weights.walker import pack_model
@@ -34,7 +34,7 @@ def packed_model(shape: str, layers: int, format: str, device: torch.device) -> 
     """A model in the form that a GPU's kernels read, whose numbers are whatever memory held."""
     config = config_from_hf(config_json(GPU_SHAPES[shape]) | {"num_hidden_layers": layers})
     scheme = scheme_of(format)
-    model = empty_model(config, torch.bfloat16, scheme, scheme)
+    model = empty_model(config, torch.bfloat16, same_schemes(config, scheme, scheme))
     with FakeTensorMode(), larger_chunks(device):
         reallocate(model, device)
         pack_model(model)

@@ -12,11 +12,12 @@ from decoding.engine import cache_class
 from decoding.errors import UserError
 from loading.checkpoint import Checkpoint
 from loading.draft_types import draft_type_of
-from loading.models import empty_model, pick_dtype
-from loading.quantization import StoredForm, resolve_schemes
+from loading.models import empty_model, pick_dtype, same_schemes
+from loading.quantization import choose_schemes
 from loading.target import Target
 from model import Config
 from tp import ALONE, Ranks
+from weights.schemes import choose_head_scheme
 
 
 def check_memory(
@@ -49,23 +50,23 @@ def session_bytes(
     models = []
     weights = 0
 
-    def add(
-        config: Config, form: StoredForm, quantize: str, head_choice: str, ranks: Ranks
-    ) -> None:
+    def add(config: Config, schemes: dict[str, str | None], ranks: Ranks) -> None:
         dtype = pick_dtype(chosen.dtype, config.dtype, device)
-        scheme, head_scheme, overrides = resolve_schemes(form, Path(), quantize, head_choice)
-        models.append(empty_model(config, dtype, scheme, head_scheme, ranks, overrides))
+        models.append(empty_model(config, dtype, schemes, ranks))
 
-    config = target.config
-    form = StoredForm()
-    if not chosen.random_weights:
-        config, form, _ = target.checkpoint.weights
-    add(config, form, chosen.quantize, chosen.quantize_head, ranks)
+    if chosen.random_weights:
+        head_scheme = choose_head_scheme(chosen.quantize, chosen.quantize_head)
+        add(target.config, same_schemes(target.config, chosen.quantize, head_scheme), ranks)
+    else:
+        source = target.checkpoint.source
+        schemes = choose_schemes(source, Path(), chosen.quantize, chosen.quantize_head)
+        add(source.config, schemes, ranks)
     if draft.checkpoint:
         checkpoint = Checkpoint.of(draft.checkpoint)
         if draft_type_of(checkpoint.hf) in ("model", "pard"):
-            config, form, _ = checkpoint.weights
-            add(config, form, draft.quantize, None, ranks if draft.sharded else ALONE)
+            source = checkpoint.source
+            schemes = choose_schemes(source, Path(), draft.quantize)
+            add(source.config, schemes, ranks if draft.sharded else ALONE)
         else:
             weights = sum(file.stat().st_size for file in checkpoint.files)
     weights += sum(parameter.nbytes for model in models for parameter in model.parameters())

@@ -8,7 +8,6 @@ writes the files.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from cli.options import QuantizeOptions
 from decoding.errors import UserError
 from loading.checkpoint import Checkpoint
 from loading.files import complete_folder, shard_name, stored_type, write_index
+from loading.stored import Stored
 from loading.target import pick_device
 from loading.tokenizer import copy_files, load_tokenizer
 from model import Config, Transformer
@@ -39,21 +39,23 @@ def run(options: QuantizeOptions) -> None:
     checkpoint = Checkpoint(options.checkpoint, options.adapter)
     options = replace(options, context=window_length(options, checkpoint))
     device = pick_device(options.device)
-    config, stored, read = checkpoint.weights
+    source = checkpoint.source
+    config = source.config
     dtype = models.plain_dtype(options.dtype, config.dtype)
-    print_notes(checkpoint, stored.notes, dtype)
+    print_notes(checkpoint, source.notes, dtype)
     # Refuse early if inputs do not divide into groups, or if no file can hold the parts.
-    quantized = models.empty_model(config, torch.float32, options.scheme, options.head_scheme)
+    schemes = models.same_schemes(config, options.scheme, options.head_scheme)
+    quantized = models.empty_model(config, torch.float32, schemes)
     models.expected_tensors(config, quantized)
     is_portable = transformers_can_read(options, config)
     if is_portable:  # now, and not when the first layer has been quantized
-        import loading.quantized.reader  # noqa: F401
+        import loading.quantized.compressed_tensors  # noqa: F401
     needs_float32 = options.method == "gptq" or has_long_weights(checkpoint, dtype)
     model = models.empty_model(config, torch.float32 if needs_float32 else dtype)
-    load_ends(model, read, device, options.checkpoint)
+    load_ends(model, source.tensors, device, options.checkpoint)
     output = Path(options.output)
     with complete_folder(output) as partial:
-        files = write_shards(partial, model, read, options, dtype, is_portable)
+        files = write_shards(partial, model, source.tensors, options, dtype, is_portable)
         copy_files(checkpoint.path, partial)
         hf = checkpoint.hf | {"quantization": {"method": options.method}}
         if options.dtype or checkpoint.is_gguf:
@@ -76,7 +78,7 @@ def window_length(options: QuantizeOptions, checkpoint: Checkpoint) -> int:
     return context
 
 
-def print_notes(checkpoint: Checkpoint, notes: list[str], dtype: torch.dtype) -> None:
+def print_notes(checkpoint: Checkpoint, notes: tuple[str, ...], dtype: torch.dtype) -> None:
     """What a user should know of the weights that are read."""
     if not checkpoint.is_gguf:
         for message in notes:
@@ -110,13 +112,15 @@ def transformers_can_read(options: QuantizeOptions, config: Config) -> bool:
     )
 
 
-def load_ends(model: Transformer, read: Callable, device: torch.device, source: str) -> None:
+def load_ends(
+    model: Transformer, tensors: dict[str, Stored], device: torch.device, source: str
+) -> None:
     """Read what lies before and behind the layers."""
     for module in (model.embed, model.norm, model.rope, model.lm_head):
         models.allocate(module, device)
     if model.config.tie_embeddings:
         model.lm_head.weight = model.embed.weight
-    models.load_parameters(model, saving.names_by_shard(model)[-1], read)
+    models.load_parameters(model, saving.names_by_shard(model)[-1], tensors)
     for name in ("embed", "norm", "lm_head"):
         check_parameters(getattr(model, name), f"{source}: {name}.")
 
@@ -124,7 +128,7 @@ def load_ends(model: Transformer, read: Callable, device: torch.device, source: 
 def write_shards(
     folder: Path,
     model: Transformer,
-    read: Callable,
+    tensors: dict[str, Stored],
     options: QuantizeOptions,
     dtype: torch.dtype,
     is_portable: bool,
@@ -144,7 +148,7 @@ def write_shards(
     with tqdm(model.layers, unit="layer", desc=title, disable=None) as bar:
         for number, layer in enumerate(bar):
             models.allocate(layer, options.device)
-            models.load_parameters(model, names[number], read)
+            models.load_parameters(model, names[number], tensors)
             check_parameters(layer, f"{options.checkpoint}: layers.{number}.")
             forward = functools.partial(run_block, model, number, states)
             if options.scheme:

@@ -2,6 +2,7 @@
 from the file.
 
 checkpoint.py       a folder or GGUF file, opened once: Checkpoint -> Transformer
+stored.py           what fills a model, in whatever file: Stored, Source;  folder.py  of a folder
 models.py           Config -> Transformer, built, filled and quantized;  saving.py  Transformer ->
                     folder
 config.py           config.json -> model.Config
@@ -9,7 +10,7 @@ tokenizer.py        text <-> ids;  tokenizers/  one class a tokenizer library
 chat_templates.py   templates in jinja's sandbox;  chat_messages.py  messages in a template's form
 plain_files.py      are files there, plain, of bounded size?
 files.py            JSON and safetensors, written in full or not at all
-quantization.py     the schemes of a folder;  quantized/  other programs' formats
+quantization.py     the scheme of every matrix;  quantized/  other programs' formats
 gguf.py             llama.cpp's files;  gguf_metadata.py  their keys as the files of a folder
 weight_names.py     our parameters <-> the tensors of a checkpoint
 """

@@ -1,6 +1,6 @@
 """LoRA adapters in PEFT's layout, merged into the weights of a folder while they are read.
 
-    merging_reader  a function that reads tensors -> one that reads merged tensors
+    merge_adapter   stored tensors -> merged ones
     read_adapter    an adapter's tensors by the names of the text model's
     scale_of        alpha / r of a matrix, from adapter_config.json
 
@@ -11,7 +11,9 @@ model's dtype or scheme.
 import hashlib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +24,7 @@ from decoding.errors import UserError
 from loading.families import Family
 from loading.files import open_tensors, read_json, text_model_tensors
 from loading.models import empty_model, expected_tensors
+from loading.stored import Stored
 from model import Config
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -54,16 +57,16 @@ class Adapter(NamedTuple):
     saved: dict[str, object]  # a tensor -> the one that replaces it
 
 
-def merging_reader(
-    folder: Path, family: Family, config: Config, read: Callable[[str], Tensor]
-) -> Callable[[str], Tensor]:
-    """`read` with the adapter merged. `family`: of the folder's config.json, a wrapper's where it
-    is one. UserError names the key or tensor that is no plain LoRA of this model."""
+def merge_adapter(
+    folder: Path, family: Family, config: Config, tensors: Mapping[str, Stored]
+) -> dict[str, Stored]:
+    """`tensors` with the adapter merged. `family`: of the folder's config.json, a wrapper's where
+    it is one. UserError names the key or tensor that is no plain LoRA of this model."""
     adapter_config = read_adapter_config(folder / "adapter_config.json")
     pairs, modules, saved = read_adapter(folder, family, config)
 
     def read_merged(name: str) -> Tensor:
-        weight = saved[name][...] if name in saved else read(name)
+        weight = saved[name][...] if name in saved else tensors[name].weight()
         if name not in pairs:
             return weight
         a = pairs[name]["A"][...].float()  # (r, in)
@@ -74,7 +77,10 @@ def merging_reader(
         scale = scale_of(adapter_config, modules[name], len(a))
         return torch.add(weight.float(), delta, alpha=scale)
 
-    return read_merged
+    merged = {
+        name: replace(tensors[name], floats=partial(read_merged, name)) for name in (*pairs, *saved)
+    }
+    return {**tensors, **merged}
 
 
 def read_adapter(folder: Path, family: Family, config: Config) -> Adapter:

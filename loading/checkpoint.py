@@ -4,9 +4,8 @@
     load_model      Checkpoint or path -> Transformer
     load_config     Checkpoint or path -> Config
 
-All headers are checked before the first byte of a weight is copied. models.py builds what is filled
-here, saving.py writes folders, quantized/reader.py reads those of other programs, and gguf.py reads
-llama.cpp's files.
+All headers are checked before the first byte of a weight is copied. folder.py reads folders and
+gguf.py llama.cpp's files, models.py builds what is filled here, and saving.py writes folders.
 """
 
 import hashlib
@@ -14,55 +13,33 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from decoding.errors import UserError
-from loading.adapter import adapter_hash, merging_reader
+from loading.adapter import adapter_hash, merge_adapter
 from loading.config import config_from_hf
 from loading.families import FAMILIES, family_of
 from loading.files import (
-    check_headers,
     fingerprint,
     has_separate_head,
     open_tensors,
     read_config_json,
     read_index,
     tensor_files,
-    tensor_reader,
     text_model_tensors,
 )
-from loading.models import allocate, empty_model, expected_tensors, load_weights
+from loading.folder import open_folder, own_layouts
+from loading.models import allocate, empty_model, load_weights
 from loading.plain_files import error_prefix, is_gguf, one_line, plain_file
-from loading.quantization import (
-    QUICKDRAFT_CONFIG,
-    StoredForm,
-    max_group,
-    read_stored_form,
-    resolve_schemes,
-)
-from loading.weight_names import pieces, sources
+from loading.quantization import QUICKDRAFT_CONFIG, choose_schemes
+from loading.stored import Source
 from model import Config, Transformer
-from tp import ALONE, Ranks, check_divisible
-from weights.walker import named_linears
-
-
-class Weights(NamedTuple):
-    """A checkpoint's tensors as the weights of a model, all headers checked.
-
-    `config` differs from config.json's where a head is stored that is not the embedding.
-    """
-
-    config: Config
-    form: StoredForm
-    read: Callable[[str], Tensor]  # a Hugging Face name, or that of a part -> the tensor
+from tp import ALONE, Ranks
 
 
 class Checkpoint:
@@ -150,9 +127,9 @@ class Checkpoint:
         return split_experts(self.text_tensors, self.config)
 
     @cached_property
-    def weights(self) -> Weights:
-        """Its tensors as weights. UserError lists those that are missing, unexpected, or of a
-        wrong shape or type."""
+    def source(self) -> Source:
+        """What is stored in it, all headers checked. UserError lists tensors that are missing,
+        unexpected, or of a wrong shape or type."""
         config = self.config
         tensors = self.model_tensors
         notes = []
@@ -165,15 +142,20 @@ class Checkpoint:
                 "tie_word_embeddings is true, but lm_head.weight differs from the embedding and is"
                 " used as the head"
             )
-        form, read = open_weights(self, config, tensors)
+        source = open_folder(self.path, config, tensors, self.layouts, self.spare_tensors)
+        if self.is_gguf:
+            from loading.gguf import open_source
+
+            source = open_source(config, tensors)
+        stored = source.tensors
         if self.adapter is not None:
-            if form.is_quantized:
+            if source.keeps_plain or any(one.scheme for one in stored.values()):
                 raise UserError(
                     f"--adapter {self.adapter}: {self.path} is stored quantized; merge into the"
                     f" original weights"
                 )
-            read = merging_reader(self.adapter, family_of(self.hf), config, read)
-        return Weights(config, form._replace(notes=(*notes, *form.notes)), read)
+            stored = merge_adapter(self.adapter, family_of(self.hf), config, stored)
+        return source._replace(tensors=stored, notes=(*notes, *source.notes))
 
     def load(
         self,
@@ -202,36 +184,37 @@ class Checkpoint:
         infinity.
         """
         ranks = tp or ALONE
-        config, form, read = self.weights
-        scheme, head_scheme, overrides = resolve_schemes(form, self.path, quantize, head_scheme)
-        if form.requantize_to:
-            *notes, reason = form.notes
-            form = form._replace(notes=(*notes, f"{reason}; quantized again to {scheme}"))
-        with error_prefix(self.path):
-            check_divisible(config, ranks.world, max_group(scheme, overrides))
+        source = self.source
+        schemes = choose_schemes(source, self.path, quantize, head_scheme)
         ranks.check_same(self.fingerprints)
-        model = empty_model(config, dtype, scheme, head_scheme, ranks, overrides)
-        allocate(model, device)
-        stored_names = {name for name, _ in named_linears(model)} if form.scheme else overrides
+        with error_prefix(self.path):
+            model = allocate(empty_model(source.config, dtype, schemes, ranks), device)
         total = sum(parameter.nbytes for parameter in model.parameters())
         desc = f"load {self.path.name}"
         bar = tqdm(
             total=total, unit="B", unit_scale=True, desc=desc, disable=None if progress else True
         )
         with bar, error_prefix(self.path):
-            model = load_weights(model, read, ranks, pack, stored_names, bar.update)
+            model = load_weights(model, source.tensors, ranks, pack, bar.update)
         if ranks.rank == 0:
-            for note in form.notes:
+            near, reason = source.nearest
+            again = [f"{reason}; quantized again to {quantize or near}"] if near else []
+            for note in (*source.notes, *again):
                 print(f"{self.path}: {note}", file=sys.stderr)
         return model
+
+    @property
+    def layouts(self):
+        """Those of its quantized matrices: folder.OwnLayouts or detection.Layouts."""
+        return find_layouts(self.hf) or own_layouts(self.hf, self.path / "config.json")
 
     @property
     def stored_scheme(self) -> str | None:
         """The scheme, or the other program's quant_method, in its config.json; None for full
         precision."""
-        form = read_stored_form(self.hf, self.path / "config.json")
+        own = own_layouts(self.hf, self.path / "config.json")
         quantization_config = self.hf.get("quantization_config") or {}
-        return form.scheme or quantization_config.get("quant_method")
+        return own.block_scheme or quantization_config.get("quant_method")
 
     def fingerprints(self) -> dict[str, str]:
         """Hashes of config.json, of the tensors and of the adapter.
@@ -285,78 +268,3 @@ def find_layouts(hf: dict):
     from loading.quantized import detection
 
     return detection.find_layouts(hf)
-
-
-# ----------------------------------------------------------------------------------- stored forms
-
-
-def open_weights(
-    checkpoint: Checkpoint, config: Config, tensors: dict
-) -> tuple[StoredForm, Callable[[str], Tensor]]:
-    """(form, read) of a checkpoint's tensors, whose headers are checked."""
-    if checkpoint.is_gguf:
-        return open_gguf(checkpoint, config, tensors)
-    layouts = find_layouts(checkpoint.hf)
-    if layouts is not None:
-        return open_other_format(checkpoint, config, tensors, layouts)
-    form = read_stored_form(checkpoint.hf, checkpoint.path / "config.json")
-    read = tensor_reader(tensors)
-    if FAMILIES[config.family].merged_experts:
-        from loading.quantized import merged_experts
-
-        if merged_experts.is_mxfp4(checkpoint.hf):
-            form = StoredForm(overrides=expert_schemes(config, tensors))
-            read = merged_experts.tensor_reader(tensors)
-    model = empty_model(
-        config, torch.float32, form.scheme, form.head_scheme, overrides=form.overrides
-    )
-    expected = expected_tensors(config, model)
-    spare = checkpoint.spare_tensors
-    check_headers(checkpoint.path, expected, tensors, config.tie_embeddings, spare)
-    return form, read
-
-
-def open_other_format(
-    checkpoint: Checkpoint, config: Config, tensors: dict, layouts
-) -> tuple[StoredForm, Callable[[str], Tensor]]:
-    """`open_weights` of a folder that another program quantized, in these Layouts."""
-    from loading.quantized import reader
-
-    tensors = dict(tensors)  # `reader` leaves some out
-    plain = empty_model(config, torch.float32)
-    weights = {name: linear.weight for name, linear in named_linears(plain)}
-    weights["embed"] = plain.embed.weight
-    shapes = {}
-    for name, weight in weights.items():
-        module = "embed" if name == "lm_head" and config.tie_embeddings else name
-        shapes[name] = {
-            source.removesuffix(".weight"): tuple(part.shape)
-            for source, part in pieces(config, f"{module}.weight", weight)
-        }
-    with error_prefix(checkpoint.path):
-        quantized = reader.find_matrices(layouts, tensors, shapes)
-        expected = reader.expected_tensors(quantized, expected_tensors(config, plain), tensors)
-        spare = checkpoint.spare_tensors
-        check_headers(checkpoint.path, expected, tensors, config.tie_embeddings, spare)
-        schemes = reader.choose_schemes(quantized)
-    read = reader.tensor_reader(quantized, schemes, tensor_reader(tensors))
-    return reader.stored_form(quantized, schemes), read
-
-
-def expert_schemes(config: Config, tensors: dict) -> dict[str, str]:
-    """The experts of gpt-oss's folder that are stored in MXFP4, by our names."""
-    names = (name for name, _ in named_linears(empty_model(config, torch.float32)))
-    return {
-        name: "mxfp4" for name in names if sources(config.family, f"{name}.codes")[0] in tensors
-    }
-
-
-def open_gguf(
-    checkpoint: Checkpoint, config: Config, tensors: Mapping
-) -> tuple[StoredForm, Callable[[str], Tensor]]:
-    """`open_weights` of a GGUF file, in which every matrix has its own type."""
-    from loading import gguf
-
-    model = empty_model(config, torch.float32)
-    check_headers(checkpoint.path, expected_tensors(config, model), tensors, config.tie_embeddings)
-    return gguf.stored_form(model, tensors), gguf.tensor_reader(tensors)

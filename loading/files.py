@@ -165,11 +165,6 @@ def text_model_tensors(
     return selected
 
 
-def tensor_reader(tensors: Mapping[str, object]) -> Callable[[str], Tensor]:
-    """A function from a tensor's name to the tensor in the mapped file."""
-    return lambda name: tensors[name][...]
-
-
 def fingerprint(tensors: Mapping[str, object]) -> str:
     """A hash of every tensor's name, shape and type, and of its first and last row."""
     digest = hashlib.sha256()

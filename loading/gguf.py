@@ -4,8 +4,7 @@
     open_model       the same for a model, whose file may be split
     Blocks           one tensor in the mapped file: its weights, or the parts of our scheme that
                      holds them bit for bit
-    open_tensors, stored_form, tensor_reader   the model as checkpoint.py reads a folder, by
-                     Hugging Face names
+    open_tensors, open_source   the model as checkpoint.py reads a folder, by Hugging Face names
 
 The header is read here, because the gguf package takes seconds for a vocabulary. The package
 dequantizes the types that no scheme of ours holds.
@@ -14,12 +13,12 @@ dequantizes the types that no scheme of ours holds.
 import collections
 import contextlib
 import functools
-import itertools
 import math
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -32,10 +31,10 @@ import loading.weight_names as weight_names
 from decoding.errors import UserError
 from loading.families import FAMILIES
 from loading.plain_files import GGUF_MAGIC, error_prefix, one_line
-from loading.quantization import StoredForm, split_schemes
-from model import Transformer
+from loading.quantization import choose_schemes
+from loading.stored import Source, Stored
+from model import Config
 from weights.formats import dequantize_tensor, row_chunks
-from weights.walker import named_linears
 
 # Types of values, with struct's letters for the numbers.
 STRING = 8
@@ -501,24 +500,31 @@ def experts_of(hf_name: str, stack: Blocks) -> dict[str, Blocks]:
     return tensors
 
 
-def stored_form(model: Transformer, tensors: Mapping[str, Blocks]) -> StoredForm:
-    """A scheme for each matrix whose tensors one scheme holds, or for each source of a fused one,
-    and a note on the others."""
-    config = model.config
-    schemes = {}
-    quantized = set()
-    for name, _ in named_linears(model):
-        module = "embed" if name == "lm_head" and config.tie_embeddings else name
-        sources = weight_names.sources(config.family, f"{module}.weight")
-        source_schemes = [tensors[source].stored_type.scheme for source in sources]
-        if scheme_by_part := split_schemes(name, source_schemes):
-            schemes |= scheme_by_part
-            quantized.update(itertools.compress(sources, source_schemes))
+def open_source(config: Config, tensors: Mapping[str, Blocks]) -> Source:
+    """A model, with a note on the tensors that no scheme of ours keeps exactly, or whose matrix has
+    others in other types."""
+    stored = {
+        name: Stored(
+            blocks.shape,
+            blocks.stored_type.scheme if len(blocks.shape) == 2 else None,
+            blocks.part,
+            partial(blocks.__getitem__, slice(None)),
+        )
+        for name, blocks in tensors.items()
+    }
+    source = Source(config, stored)
+    schemes = choose_schemes(source, Path())
+    exact = {
+        name
+        for ours, scheme in schemes.items()
+        if scheme
+        for name in weight_names.sources(config, f"{ours}.weight")
+    }
     plain_types = collections.Counter()
     num_bytes = 0
     num_weights = 0
-    for source, blocks in tensors.items():
-        if source not in quantized and blocks.stored_type.dtype is None:
+    for name, blocks in tensors.items():
+        if name not in exact and blocks.stored_type.dtype is None:
             plain_types[blocks.stored_type.name] += 1
             num_bytes += blocks.bytes.numel()
             num_weights += math.prod(blocks.shape)
@@ -527,19 +533,4 @@ def stored_form(model: Transformer, tensors: Mapping[str, Blocks]) -> StoredForm
         f"tensors that no scheme keeps exactly load as plain weights, {num_bytes / 1e9:.3g} GB of"
         f" the file as {2 * num_weights / 1e9:.3g} GB in 16 bits: {counts}"
     )
-    return StoredForm(overrides=schemes, notes=(note,) if counts else ())
-
-
-def tensor_reader(tensors: Mapping[str, Blocks]) -> Callable[[str], Tensor]:
-    """A function from a name in a folder of ours to the tensor, or to the part of its scheme."""
-
-    def read(name: str) -> Tensor:
-        if name in tensors:
-            return tensors[name][:]
-        module, _, part = name.rpartition(".")
-        source = f"{module}.weight"
-        if source not in tensors:  # a tied head
-            source = "model.embed_tokens.weight"
-        return tensors[source].part(part)
-
-    return read
+    return source._replace(notes=(note,) if counts else ())

@@ -3,14 +3,15 @@ quantized on the way.
 
     empty_model         the model, or one rank's shard of it, as shapes without memory
     expected_tensors    the names, shapes and types of the tensors that fill it
-    load_weights        fills an allocated model; `read` says where the tensors come from
+    same_schemes        a scheme for every Linear
+    load_weights        fills an allocated model with what is stored
     random_model        the same shapes with random weights, to measure without a download
 
 Every weight is copied once, from the mapped file into its (fused) matrix, so that loading needs the
 memory of the weights and no more.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from decoding.errors import UserError
 from loading.files import stored_type
 from loading.plain_files import error_prefix
-from loading.quantization import max_group
+from loading.stored import Stored, in_floats
 from loading.weight_names import pieces, sources
 from model import Config, Transformer
 from tp import (
@@ -61,37 +62,44 @@ def is_plain(name: str) -> bool:
 def empty_model(
     config: Config,
     dtype: torch.dtype,
-    scheme: str | None = None,
-    head_scheme: str | None = None,
+    schemes: Mapping[str, str | None] = MappingProxyType({}),
     ranks: Ranks = ALONE,
-    overrides: Mapping[str, str | None] = MappingProxyType({}),
 ) -> Transformer:
     """A Transformer, or one rank's shard of it, on the meta device: shapes without memory.
 
-    `scheme` is that of the blocks' Linears, `head_scheme` that of lm_head; `overrides` has the
-    schemes of Linears that differ ({"layers.3.ffn.down": None}), or of single sources of a fused
-    one ({"layers.3.attention.qkv.0": "q4_k"}). UserError for a head without a scheme, and for
-    inputs that do not divide.
+    `schemes`: those of Linears ({"layers.3.ffn.down": "int8"}), or of single sources of a fused one
+    ({"layers.3.attention.qkv.0": "q4_k"}); None, or no entry: full precision. UserError for inputs
+    that do not divide.
     """
-    check_head(head_scheme, scheme)
+    groups = [formats.format_of(scheme).group for scheme in schemes.values() if scheme]
+    check_divisible(config, ranks.world, max(groups, default=0))
     with torch.device("meta"):
         model = to_dtype(Transformer(config), dtype)
     shrink_to_shard(model, ranks)
-    for name in sorted({name.rpartition(".")[0] for name in overrides if name[-1].isdigit()}):
+    for name in sorted({name.rpartition(".")[0] for name in schemes if name[-1].isdigit()}):
         linear = model.get_submodule(name)
         rows = source_rows(shard_spec(name), linear.out_features, config, ranks)
         model.set_submodule(name, LinearParts.empty_like(linear, rows))
 
     def empty(name: str, linear: nn.Module) -> QuantizedLinear | None:
-        target_scheme = overrides.get(name, head_scheme if name == "lm_head" else scheme)
-        if target_scheme is None:
+        scheme = schemes.get(name)
+        if scheme is None:
             return None
         formats.check_columns(
-            target_scheme, linear.in_features, name.replace(".attention", "").replace(".ffn", "")
+            scheme, linear.in_features, name.replace(".attention", "").replace(".ffn", "")
         )
-        return QuantizedLinear.empty_like(linear, target_scheme)
+        return QuantizedLinear.empty_like(linear, scheme)
 
-    return walker.replace_linears(model, empty) if scheme or overrides else model
+    return walker.replace_linears(model, empty)
+
+
+def same_schemes(
+    config: Config, scheme: str | None, head_scheme: str | None = None
+) -> dict[str, str | None]:
+    """One scheme for the blocks, one for the head. UserError for a head without the former."""
+    check_head(head_scheme, scheme)
+    names = [name for name, _ in walker.named_linears(empty_model(config, torch.float32))]
+    return dict.fromkeys(names, scheme) | {"lm_head": head_scheme}
 
 
 def to_dtype(model: Transformer, dtype: torch.dtype) -> Transformer:
@@ -119,16 +127,30 @@ def allocate(module: nn.Module, device: str | torch.device) -> nn.Module:
 
 
 def load_parameters(
-    model: Transformer, names: Iterable[str], read: Callable[[str], Tensor], ranks: Ranks = ALONE
+    model: Transformer,
+    names: Iterable[str],
+    tensors: Mapping[str, Stored],
+    ranks: Ranks = ALONE,
+    report_bytes: Callable[[int], object] = int,
 ) -> None:
-    """Copy the stored tensors of these parameters, or this rank's shards of them, into the
-    parameters. `read` returns the tensor of a Hugging Face name."""
+    """Fill these parameters, or this rank's shards of them. Matrices that are not stored in their
+    Linear's scheme are quantized here."""
+    config = model.config
     for name in names:
-        spec = shard_spec(name.rsplit(".", 1)[0])
-        targets = list(pieces(model.config, name, model.get_parameter(name), ranks))
-        for number, (source, part) in enumerate(targets):
-            stored = read(source)
-            fill_shard(part, stored, spec, number, model.config, ranks, len(targets) == 1)
+        parameter = model.get_parameter(name)
+        module, _, part = name.rpartition(".")
+        spec = shard_spec(module)
+        linear = model.get_submodule(module)
+        stored_name = name if is_plain(name) else f"{module}.weight"
+        stored = [tensors[source] for source in sources(config, stored_name)]
+        if is_plain(name) or all(one.scheme == linear.scheme for one in stored):
+            targets = pieces(config, name, parameter, ranks)
+            for number, (one, (_, rows)) in enumerate(zip(stored, targets, strict=True)):
+                values = one.weight() if is_plain(name) else one.part(part)
+                fill_shard(rows, values, spec, number, config, ranks, len(stored) == 1)
+        elif part == "codes":
+            quantize_into(linear, module, config, stored, ranks)
+        report_bytes(parameter.nbytes)
 
 
 def plain_dtype(requested: str | None, stored: str | None) -> torch.dtype:
@@ -158,21 +180,14 @@ def pick_dtype(requested: str | None, stored: str | None, device: torch.device) 
 
 def load_weights(
     model: Transformer,
-    read: Callable[[str], Tensor],
+    tensors: Mapping[str, Stored],
     ranks: Ranks,
     pack: bool,
-    stored_names: Collection[str] = (),
     report_bytes: Callable[[int], object] = int,
 ) -> Transformer:
-    """Fill an allocated model tensor by tensor, pack and connect it. `read` gives the parts of
-    the matrices in `stored_names`, and the weights of all others, which are quantized here."""
-    for name, parameter in model.named_parameters():
-        module, _, part = name.rpartition(".")
-        if module in stored_names or is_plain(name):
-            load_parameters(model, [name], read, ranks)
-        elif part == "codes":
-            quantize_into(model.get_submodule(module), module, model.config, read, ranks)
-        report_bytes(parameter.nbytes)
+    """Fill an allocated model tensor by tensor, pack and connect it."""
+    names = [name for name, _ in model.named_parameters()]
+    load_parameters(model, names, tensors, ranks, report_bytes)
     if pack:
         walker.pack_quantized(model)
     return connect(model, ranks)
@@ -182,28 +197,27 @@ def quantize_into(
     linear: QuantizedLinear,
     name: str,
     config: Config,
-    read: Callable[[str], Tensor],
+    stored: Sequence[Stored],
     ranks: Ranks,
 ) -> None:
     """Read the weights of one QuantizedLinear, one tensor at a time, quantize them and fill in the
     parts."""
-    is_tied = name == "lm_head" and config.tie_embeddings
-    names = sources(config.family, "embed.weight" if is_tied else f"{name}.weight")
+    names = sources(config, f"{name}.weight")
     spec = shard_spec(name)
     format = linear.format
     device = linear.codes.device
     has_split_rows = spec.dim == 1 and ranks.world > 1
     if format.scope == "matrix" or (has_split_rows and format.scope == "rows"):
         # A scale depends on the weights of all ranks.
-        weight = torch.cat([read(source) for source in names]).to(device)  # (out, in)
+        weight = torch.cat([one.weight() for one in stored]).to(device)  # (out, in)
         parts = quantized_parts(names[0], weight, linear.scheme)
         for part_name, part in parts.items():
             fill_shard(getattr(linear, part_name), part, spec, 0, config, ranks, is_stacked=True)
         return
     begin = 0
-    for number, source in enumerate(names):
-        stored = read(source)
-        weight = shard(stored, spec, number, config, ranks, is_stacked=len(names) == 1).to(device)
+    for number, (source, one) in enumerate(zip(names, stored, strict=True)):
+        weight = shard(one.weight(), spec, number, config, ranks, is_stacked=len(names) == 1)
+        weight = weight.to(device)
         if len(names) == 1 and len(weight) < linear.out_features:  # a vocabulary's padding
             weight = F.pad(weight, (0, 0, 0, linear.out_features - len(weight)))
         row_max = None
@@ -242,15 +256,14 @@ def random_model(
     """A model of random weights: normal(0, 0.02) matrices, unit norms and zero biases, drawn on the
     device and quantized one by one. Every rank draws all numbers and keeps its shard."""
     ranks = tp or ALONE
-    check_divisible(config, ranks.world, max_group(quantize))
-    shapes = expected_tensors(config, empty_model(config, dtype))
+    model = empty_model(config, dtype, same_schemes(config, quantize, head_scheme), ranks)
+    headers = expected_tensors(config, empty_model(config, dtype))
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def draw(name: str) -> Tensor:
-        shape, _ = shapes[name]
+        shape, _ = headers[name]
         if len(shape) == 1:
             return torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
         return torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
 
-    model = allocate(empty_model(config, dtype, quantize, head_scheme, ranks), device)
-    return load_weights(model, draw, ranks, pack)
+    return load_weights(allocate(model, device), in_floats(headers, draw), ranks, pack)

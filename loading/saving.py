@@ -96,7 +96,7 @@ def write_config(folder: Path, model: Transformer, hf: dict, is_portable: bool =
         hf["quantization"] = {"method": method, **entry} if method else entry
         hf["quantization_config"] = QUICKDRAFT_CONFIG
         if is_portable:
-            from loading.quantized.reader import compressed_tensors_config
+            from loading.quantized.compressed_tensors import compressed_tensors_config
 
             format = FORMATS[entry["scheme"]]
             hf["quantization_config"] = compressed_tensors_config(
@@ -119,7 +119,7 @@ def write_tensors(
     for name in names:
         for source, part in pieces(model.config, name, model.get_parameter(name).detach()):
             if is_portable and not is_plain(name):
-                from loading.quantized.reader import compressed_tensors_part
+                from loading.quantized.compressed_tensors import compressed_tensors_part
 
                 source, part = compressed_tensors_part(source, part)
             is_cast = (

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from loading.families import FAMILIES
+from model import Config
 from tp import ALONE, Ranks, shard_spec, source_rows
 
 OUTER = {"embed": ["model.embed_tokens"], "norm": ["model.norm"], "lm_head": ["lm_head"]}
@@ -35,13 +36,16 @@ INNER = {
 }
 
 
-def sources(family: str, name: str) -> list[str]:
+def sources(config: Config, name: str) -> list[str]:
     """Hugging Face tensor names behind one parameter: 'layers.3.ffn.gate_up.weight' -> gate's and
-    up's. 'layers.3.ffn.gate_up.1.weight', of a fused matrix in parts, -> up's."""
+    up's. 'layers.3.ffn.gate_up.1.weight', of a fused matrix in parts, -> up's. The weights of a
+    tied head are the embedding's."""
     module, part = name.rsplit(".", 1)
     fused, _, number = module.rpartition(".")
     if number.isdigit():
-        return [sources(family, f"{fused}.{part}")[int(number)]]
+        return [sources(config, f"{fused}.{part}")[int(number)]]
+    if config.tie_embeddings and name == "lm_head.weight":
+        module = "embed"
     if module in OUTER:
         return [f"{source}.{part}" for source in OUTER[module]]
     _, layer, module = module.split(".", 2)
@@ -49,18 +53,18 @@ def sources(family: str, name: str) -> list[str]:
     if module.startswith("ffn.experts."):
         _, _, expert, matrix = module.split(".")
         module = f"ffn.experts.{matrix}"
-    names = FAMILIES[family].names.get(module) or INNER[module]
+    names = FAMILIES[config.family].names.get(module) or INNER[module]
     suffix = "" if part == "selection_bias" else f".{part}"
     return [f"model.layers.{layer}.{source.format(expert)}{suffix}" for source in names]
 
 
 def pieces(
-    config, name: str, parameter: Tensor, ranks: Ranks = ALONE
+    config: Config, name: str, parameter: Tensor, ranks: Ranks = ALONE
 ) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, the rows of `parameter` that it fills), views of the parameter's memory.
     `parameter` holds the share of one of the ranks."""
     module, _ = name.rsplit(".", 1)
-    names = sources(config.family, name)
+    names = sources(config, name)
     parts = [parameter]
     # ERNIE's bias has a row for each group of experts, of which there is one.
     if "moe_statics" in names[0]:

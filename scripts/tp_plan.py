@@ -17,7 +17,9 @@ if __name__ == "__main__":  # before torch is imported: --help and wrong flags a
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -26,33 +28,30 @@ from cli.report import attended_bytes, position_bytes, stored_bytes, weight_byte
 from decoding.errors import UserError
 from loading.checkpoint import Checkpoint, find_layouts, read_config
 from loading.files import read_config_json
-from loading.models import empty_model
+from loading.folder import own_layouts
+from loading.models import empty_model, same_schemes
 from loading.plain_files import is_gguf
-from loading.quantization import StoredForm, max_group, read_stored_form, resolve_schemes
-from loading.quantized.merged_experts import is_mxfp4
+from loading.quantization import choose_schemes
+from loading.stored import Source, Stored
+from loading.weight_names import sources
 from model import Config
 from scripts.flags import tp_plan_args as parse_args
-from tp import SUM, Ranks, check_divisible, shard_spec
+from tp import SUM, Ranks, shard_spec
 from weights.formats import format_of
 from weights.schemes import choose_head_scheme
-from weights.walker import named_linears
 
 
 def plan(
     config: Config,
     world: int,
     dtype: torch.dtype = torch.bfloat16,
-    scheme: str | None = None,
-    head_scheme: str | None = None,
-    overrides: dict[str, str | None] | None = None,
+    schemes: Mapping[str, str | None] = MappingProxyType({}),
     context: int = 0,
 ) -> dict:
     """Rank 0 of `world`, in bytes: the weights that it holds, the weights that a step reads and,
-    with `context` cached tokens, the keys and values, and a step's collectives. `scheme` is that of
-    the blocks, `head_scheme` of the head, `overrides` of single matrices by name. UserError for a
-    model that tp.py cannot divide."""
-    check_divisible(config, world, max_group(scheme, overrides or {}))
-    model = empty_model(config, dtype, scheme, head_scheme, Ranks(0, world), overrides or {})
+    with `context` cached tokens, the keys and values, and a step's collectives. `schemes` as in
+    models.empty_model. UserError for a model that tp.py cannot divide."""
+    model = empty_model(config, dtype, schemes, Ranks(0, world))
     kv_bytes = position_bytes(model)
     _, kv_heads = model.layers[0].attention.heads()
     num_reduces = 0
@@ -75,28 +74,31 @@ def plan(
     }
 
 
-def storage(path: Path, quantize: str | None) -> tuple[Config, StoredForm]:
-    """The config and the schemes of the weights of a folder, of a GGUF file or of a config.json
-    alone. UserError if only the tensors show them, and neither tensors nor `quantize` are
-    there."""
+def storage(path: Path, quantize: str | None) -> Source:
+    """What is stored in a folder, in a GGUF file or, by its config.json alone, in a folder without
+    tensors. UserError if only the tensors show it, and neither tensors nor `quantize` are there."""
     if is_gguf(path) or any(path.glob("*.safetensors")):
-        config, form, _ = Checkpoint(path).weights
-        return config, form
+        return Checkpoint(path).source
     file = path / "config.json" if path.is_dir() else path
     config = read_config(file)
     hf = read_config_json(file)
-    stored = read_stored_form(hf, file)
-    if is_mxfp4(hf):
-        names = [name for name, _ in named_linears(empty_model(config, torch.float32))]
-        overrides = {name: "mxfp4" for name in names if ".experts." in name}
-        return config, StoredForm(overrides=overrides)
-    if stored.scheme is None and quantize is None and find_layouts(hf) is not None:
+    layouts = own_layouts(hf, file)
+    schemes = same_schemes(config, layouts.block_scheme, layouts.head_scheme)
+    schemes |= dict.fromkeys(layouts.kept)
+    if layouts.block_scheme is None and find_layouts(hf) is not None:
         method = hf["quantization_config"]["quant_method"]
-        raise UserError(
-            f"{file}: quant_method = {method!r}: give the folder with its tensors, or a --quantize"
-            " scheme"
-        )
-    return config, stored
+        if method == "mxfp4":  # of all experts of gpt-oss
+            schemes = {name: "mxfp4" if ".experts." in name else None for name in schemes}
+        elif quantize is None:
+            raise UserError(
+                f"{file}: quant_method = {method!r}: give the folder with its tensors, or a"
+                " --quantize scheme"
+            )
+    tensors = {}
+    for name, scheme in schemes.items():
+        tensors |= dict.fromkeys(sources(config, f"{name}.weight"), Stored((), scheme))
+    is_fixed = layouts.block_scheme is not None
+    return Source(config, tensors, scheme=layouts.block_scheme, keeps_plain=is_fixed)
 
 
 def seconds(row: dict, bandwidth: float, latency: float, link: float) -> float:
@@ -153,7 +155,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     check_flags(args)
     path = Path(args.config)
-    config, stored = storage(path, args.quantize)
+    source = storage(path, args.quantize)
+    config = source.config
     context = args.context
     if context is None:
         context = min(1000, config.max_seq_length)
@@ -161,17 +164,15 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(
             f"--context {context} is over the model's {config.max_seq_length} positions"
         )
-    scheme, head_scheme, overrides = resolve_schemes(
-        stored, path, args.quantize, args.quantize_head
-    )
+    schemes = choose_schemes(source, path, args.quantize, args.quantize_head)
     dtype = getattr(torch, args.dtype)
     if not args.json:
-        formats = sorted({scheme, head_scheme, *overrides.values()} - {None}) or [args.dtype]
+        formats = sorted({*schemes.values()} - {None}) or [args.dtype]
         print(f"{path.stem}, {' and '.join(formats)}; per rank, sizes in GB")
         print("ranks  weights  read/token  KV/1k tokens   all-reduces/token  tok/s at most  note")
     for world in map(int, args.ranks.split(",")):
         try:
-            row = plan(config, world, dtype, scheme, head_scheme, overrides, context)
+            row = plan(config, world, dtype, schemes, context)
         except UserError as error:
             row = {"ranks": world, "refused": str(error)}
         else:

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 import cli.quantize as quantize_command
 import cli.quantized_folder as quantized_folder
 import loading.checkpoint as checkpoint
-import loading.files as files
 import loading.models as models
 from decoding.engine import Engine
 from decoding.sampling import Sampling
@@ -87,14 +86,15 @@ def test_fused_matrices_are_quantized_and_cut_as_three(folder_of):
     not."""
     folder, config = folder_of("phi-4"), load_config(folder_of("phi-4"))
     stored = load_file(folder / "model.safetensors")
-    read = files.tensor_reader(checkpoint.Checkpoint(folder).tensors)
+    tensors = checkpoint.Checkpoint(folder).source.tensors
     E, H, G = config.head_dim, config.n_heads, config.n_kv_heads
     for scheme in (None, "int8"):
         whole = load_model(folder, dtype=torch.float32, quantize=scheme, pack=False)
         for rank in range(2):
             ranks = Ranks(rank, 2)
+            schemes = models.same_schemes(config, scheme)
             model = models.allocate(
-                models.empty_model(config, torch.float32, scheme, None, ranks), "cpu"
+                models.empty_model(config, torch.float32, schemes, ranks), "cpu"
             )
             for name in ("self_attn.qkv_proj", "mlp.gate_up_proj"):
                 ours = {"self_attn.qkv_proj": "attention.qkv", "mlp.gate_up_proj": "ffn.gate_up"}[
@@ -106,10 +106,8 @@ def test_fused_matrices_are_quantized_and_cut_as_three(folder_of):
                     want = whole.layers[1].get_submodule(ours).dequantized(torch.float32)
                 want = torch.cat([part.chunk(2)[rank] for part in want.split(sizes)])
                 linear = model.layers[1].get_submodule(ours)
-                if scheme:
-                    models.quantize_into(linear, f"layers.1.{ours}", config, read, ranks)
-                else:
-                    models.load_parameters(model, [f"layers.1.{ours}.weight"], read, ranks)
+                part = "codes" if scheme else "weight"
+                models.load_parameters(model, [f"layers.1.{ours}.{part}"], tensors, ranks)
                 assert torch.equal(
                     linear.dequantized(torch.float32) if scheme else linear.weight, want
                 ), (name, scheme)

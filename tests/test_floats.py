@@ -20,6 +20,7 @@ from test_quantized_folders import FUSED, shapes
 
 import loading.checkpoint as checkpoint
 import loading.models as models
+from loading.quantization import choose_schemes
 from loading.saving import save_model
 from tests.test_quantized_folders import TOKENS, compressed
 from tp import Ranks
@@ -506,19 +507,12 @@ def test_ranks_hold_rows_of_any_block_and_whole_groups_of_inputs(tmp_path):
     finally:
         D, F = 192, 320
         SHAPES.update(sizes)
-    config, form, read = checkpoint.Checkpoint(tmp_path).weights
+    source = checkpoint.Checkpoint(tmp_path).source
+    schemes = choose_schemes(source, tmp_path)
     for rank in range(2):
         ranks = Ranks(rank, 2)
-        model = models.empty_model(
-            config, F32, form.scheme, form.head_scheme, ranks, form.overrides
-        )
-        model = models.load_weights(
-            models.allocate(model, "cpu"),
-            read,
-            Ranks(rank, 2, None),
-            False,
-            {name for name, _ in checkpoint.named_linears(model)},
-        )
+        model = models.allocate(models.empty_model(source.config, F32, schemes, ranks), "cpu")
+        model = models.load_weights(model, source.tensors, ranks, pack=False)
         layer = model.layers[0]
         rows = [
             w.chunk(2)[rank]

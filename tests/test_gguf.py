@@ -30,6 +30,7 @@ from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
 from generate import LLM
 from loading.checkpoint import load_config, load_model
+from loading.quantization import choose_schemes
 from loading.saving import save_model
 from loading.tokenizer import copy_files, load_tokenizer
 from tp import Ranks
@@ -733,9 +734,9 @@ def test_a_fused_matrix_of_unlike_types_keeps_them(family, tmp_path):
     for name, linear in named_linears(model):
         got = linear.dequantized(torch.float32) if hasattr(linear, "scheme") else linear.weight
         assert torch.equal(got, torch.cat([want[source] for source in sources(name)])), name
-    config, _, read = checkpoint.Checkpoint(file).weights
-    plain = models.allocate(models.empty_model(config, torch.float32), "cpu")
-    models.load_parameters(plain, [name for name, _ in plain.named_parameters()], read)
+    source = checkpoint.Checkpoint(file).source
+    plain = models.allocate(models.empty_model(source.config, torch.float32), "cpu")
+    models.load_parameters(plain, [name for name, _ in plain.named_parameters()], source.tensors)
     expected = plain(*TOKENS)
     assert torch.allclose(model(*TOKENS), expected, atol=1e-5 * expected.abs().max().item())
     packed = load_model(file, dtype=torch.float32)
@@ -781,15 +782,13 @@ def test_pieces_of_two_ranks_are_slices(types, tmp_path):
     with changed_family("llama-3", intermediate_size=128, vocab_size=132) as family:
         file = write(tmp_path / "m.gguf", family, types)
     want = weights_of(file, LLAMA_HEADS)
-    config, form, read = checkpoint.Checkpoint(file).weights
+    source = checkpoint.Checkpoint(file).source
+    schemes = choose_schemes(source, file)
     for rank in range(2):
         ranks = Ranks(rank, 2)
-        model = models.empty_model(
-            config, torch.float32, form.scheme, form.head_scheme, ranks, form.overrides
-        )
-        models.load_parameters(
-            models.allocate(model, "cpu"), [n for n, _ in model.named_parameters()], read, ranks
-        )
+        model = models.empty_model(source.config, torch.float32, schemes, ranks)
+        stored_names = [n for n, _ in model.named_parameters()]
+        models.load_parameters(models.allocate(model, "cpu"), stored_names, source.tensors, ranks)
         for name, linear in named_linears(model):
             cut = 1 if name.endswith(("attention.out", "ffn.down")) else 0
             parts = [want[source].chunk(2, cut)[rank] for source in sources(name)]

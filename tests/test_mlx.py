@@ -20,9 +20,11 @@ import cli.quantize as quantize_command
 import loading.checkpoint as checkpoint
 import loading.models as models
 from loading.files import open_tensors
+from loading.folder import Matrix
+from loading.quantization import choose_schemes
 from loading.quantized.detection import mlx_layout
-from loading.quantized.layouts import Matrix
 from loading.saving import save_model
+from loading.stored import in_floats
 from loading.weight_names import sources
 from tp import Ranks
 from weights.formats import FORMATS, dequantize_tensor
@@ -116,9 +118,9 @@ def write(folder: Path, hf: dict, tensors: dict, settings: dict, dtype=BF16) -> 
 def oracle(config, weights: dict) -> torch.nn.Module:
     """A plain model of these weights in float32."""
     model = models.allocate(models.empty_model(config, F32), "cpu")
-    models.load_parameters(
-        model, [name for name, _ in model.named_parameters()], weights.__getitem__
-    )
+    headers = {name: (tuple(w.shape), ()) for name, w in weights.items()}
+    tensors = in_floats(headers, weights.__getitem__)
+    models.load_parameters(model, [name for name, _ in model.named_parameters()], tensors)
     return model
 
 
@@ -126,8 +128,7 @@ def assert_holds(model, weights: dict) -> None:
     """Every Linear and the embedding, bit for bit."""
     config = model.config
     for name, linear in named_linears(model):
-        module = "embed" if name == "lm_head" and config.tie_embeddings else name
-        want = torch.cat([weights[source] for source in sources(config.family, f"{module}.weight")])
+        want = torch.cat([weights[source] for source in sources(config, f"{name}.weight")])
         quantized = hasattr(linear, "scheme")
         got = linear.dequantized(F32) if quantized else linear.weight
         assert torch.equal(got, want), name
@@ -201,20 +202,18 @@ def test_pieces_of_two_ranks_are_slices(settings, written):
     """A rank's rows of q, k, v, gate, up, embedding and head, and its columns of o and down."""
     group = 32 if "mode" in settings else 64
     folder, weights = written(True, group_size=group, **settings)
-    config, form, read = checkpoint.Checkpoint(folder).weights
+    source = checkpoint.Checkpoint(folder).source
+    schemes = choose_schemes(source, folder)
     for rank in range(2):
         ranks = Ranks(rank, 2)
-        model = models.empty_model(
-            config, F32, form.scheme, form.head_scheme, ranks, form.overrides
-        )
-        model = models.allocate(model, "cpu")
-        models.load_parameters(model, [name for name, _ in model.named_parameters()], read, ranks)
+        model = models.allocate(models.empty_model(source.config, F32, schemes, ranks), "cpu")
+        stored_names = [name for name, _ in model.named_parameters()]
+        models.load_parameters(model, stored_names, source.tensors, ranks)
         for name, linear in named_linears(model):
-            module = "embed" if name == "lm_head" else name
-            names = sources(config.family, f"{module}.weight")
+            names = sources(source.config, f"{name}.weight")
             dim = 1 if name.endswith(("out", "down")) else 0
             want = torch.cat([weights[source].chunk(2, dim)[rank] for source in names])
-            assert torch.equal(dequantize_tensor(linear.parts(), form.scheme), want), name
+            assert torch.equal(dequantize_tensor(linear.parts(), linear.scheme), want), name
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -1317,7 +1317,9 @@ def test_parts_that_no_file_holds_are_refused_before_anything_is_deleted(
 ):
     monkeypatch.setitem(FORMATS, "own", type("Own", (InDtype,), {"dtype": dtype})(8))
     with torch.device("meta"):
-        model = load_models.empty_model(load_config(text_folder), torch.float32, "own")
+        model = load_models.empty_model(
+            load_config(text_folder), torch.float32, {"layers.0.ffn.down": "own"}
+        )
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=f"safetensors stores no {dtype}; keep its bits"):
         save_model(model, tmp_path, config_json(text_folder))

@@ -1,5 +1,5 @@
-"""quantized/reader.py: folders as AutoGPTQ, AutoAWQ and compressed-tensors write them hold the
-published weights.
+"""folder.py and quantized/layouts.py: folders as AutoGPTQ, AutoAWQ and compressed-tensors write
+them hold the published weights.
 
 The writers here pack bit by bit, from the published layouts alone, and share no code with the
 reader. Weights are compared in float64 with (code - zero point) * scale of the random numbers that
@@ -562,14 +562,14 @@ def test_pieces_of_two_ranks_are_slices(name, written):
     """By definition, from the published weights: a rank's rows of q, k, v, gate and up, its columns
     of o and down."""
     folder, weights = written(name)
-    config, form, read = checkpoint.Checkpoint(folder).weights
+    source = checkpoint.Checkpoint(folder).source
+    schemes = quantization.choose_schemes(source, folder)
     for rank in range(2):
         ranks = Ranks(rank, 2)
-        model = models.empty_model(
-            config, torch.float32, form.scheme, form.head_scheme, ranks, form.overrides
-        )
+        model = models.empty_model(source.config, torch.float32, schemes, ranks)
         model = models.allocate(model, "cpu")
-        models.load_parameters(model, [n for n, _ in model.named_parameters()], read, ranks)
+        names = [n for n, _ in model.named_parameters()]
+        models.load_parameters(model, names, source.tensors, ranks)
         for (n, ours), linear in linears(model).items():
             sources = [weights[f"model.layers.{n}.{source}"] for source in FUSED[ours]]
             want = torch.cat(
@@ -578,10 +578,10 @@ def test_pieces_of_two_ranks_are_slices(name, written):
                     for w in sources
                 ]
             )
-            assert torch.equal(dequantize_tensor(linear.parts(), form.scheme), want), ours
-        if form.head_scheme:
+            assert torch.equal(dequantize_tensor(linear.parts(), linear.scheme), want), ours
+        if schemes["lm_head"]:
             assert torch.equal(
-                dequantize_tensor(model.lm_head.parts(), form.head_scheme),
+                dequantize_tensor(model.lm_head.parts(), schemes["lm_head"]),
                 weights["lm_head"].chunk(2)[rank],
             )
 
@@ -1327,15 +1327,16 @@ def test_modules_have_layouts_of_their_own(name, mixed):
 @pytest.mark.parametrize("name", MIXED)
 def test_pieces_of_mixed_folders_are_slices(name, mixed):
     folder, _ = mixed(name)
-    config, form, read = checkpoint.Checkpoint(folder).weights
     for rank in range(2):
         ranks = Ranks(rank, 2)
         shards = []
-        for overrides, source in ((form.overrides, read), ({}, None)):
-            source = source or checkpoint.Checkpoint(folder / "plain").weights.read
-            model = models.empty_model(config, torch.float32, ranks=ranks, overrides=overrides)
+        for path in (folder, folder / "plain"):
+            source = checkpoint.Checkpoint(path).source
+            schemes = quantization.choose_schemes(source, path)
+            model = models.empty_model(source.config, torch.float32, schemes, ranks)
             model = models.allocate(model, "cpu")
-            models.load_parameters(model, [n for n, _ in model.named_parameters()], source, ranks)
+            names = [n for n, _ in model.named_parameters()]
+            models.load_parameters(model, names, source.tensors, ranks)
             shards.append({key: stored_weight(linear) for key, linear in linears(model).items()})
         assert all(torch.equal(shards[0][key], shards[1][key]) for key in shards[1])
 

@@ -25,7 +25,6 @@ from tp_worker import FORKS, run_case
 import cli.errors as edge
 import decoding.readback as timing
 import loading.checkpoint as checkpoint
-import loading.files as files
 import loading.models as models
 import loading.weight_names as weight_names
 import tp
@@ -82,12 +81,12 @@ def wide(tmp_path_factory):
 def part_of(folder, rank: int, world: int, scheme: str | None = None, head: str | None = None):
     """What load_model would hold on one rank, without the others: a folder that is stored as it
     will be held."""
-    config, ranks = load_config(folder), Ranks(rank, world)
-    model = models.allocate(models.empty_model(config, torch.float32, scheme, head, ranks), "cpu")
-    read = files.tensor_reader(checkpoint.Checkpoint(folder).model_tensors)
+    source, ranks = checkpoint.Checkpoint(folder).source, Ranks(rank, world)
+    schemes = models.same_schemes(source.config, scheme, head)
+    model = models.allocate(models.empty_model(source.config, torch.float32, schemes, ranks), "cpu")
     for name, parameter in model.named_parameters():
         parameter.view(torch.uint8).fill_(255)  # so that what is not filled in shows
-        models.load_parameters(model, [name], read, ranks)
+        models.load_parameters(model, [name], source.tensors, ranks)
     return model
 
 
@@ -710,8 +709,8 @@ def test_plan_agrees_with_published_bytes(shape, world, scheme):
     also counts the cache."""
     config = checkpoint.read_config(ROOT / "benchmarks" / "shapes" / f"{shape}.json")
     part, whole = (
-        plan(config, world, scheme=scheme),
-        plan(config, 1, scheme=scheme, head_scheme=scheme),
+        plan(config, world, schemes=models.same_schemes(config, scheme)),
+        plan(config, 1, schemes=models.same_schemes(config, scheme, scheme)),
     )
     embedding = whole["embedding"] if "llama-2" in shape and world > 1 else 0
     tokens_s, gb_s = GPT_FAST[shape, world, scheme]
@@ -735,7 +734,8 @@ counted: list[int] = []
 @pytest.mark.parametrize("scheme", [None, "int4-g32"])
 def test_plan_counts_what_a_rank_holds_and_sends(scheme, wide, tmp_path):
     """Against a real part: its parameters, its cache, and the sums of one forward pass."""
-    found = plan(load_config(wide["untied"]), 4, torch.float32, scheme)
+    config = load_config(wide["untied"])
+    found = plan(config, 4, torch.float32, models.same_schemes(config, scheme))
     hf = json.loads((wide["untied"] / "config.json").read_text())
     if scheme:
         save_model(

@@ -1,7 +1,7 @@
 """config.json's quantization_config -> the Layouts of another program's weights.
 
     Layouts         the Layout of every module
-    find_layouts    the Layouts of a folder; None for gpt-oss's, which is ours
+    find_layouts    the Layouts of a folder
     METHODS         quant_method -> the function that reads its other keys
     OVERRIDES       quant_method -> the function that finds the settings of single modules
 
@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from decoding.errors import UserError
 from loading.families import family_of
+from loading.folder import Renamed
 from loading.plain_files import short_repr
 from loading.quantized import floats
-from loading.quantized.floats import Fp8, Int8Rows, Renamed, Table4
+from loading.quantized.floats import Fp8, Int8Rows, Table4
 from loading.quantized.layouts import Awq, Gptq, Layout, PackQuantized
-from loading.quantized.merged_experts import is_mxfp4
 from weights.schemes import MLX_BITS, MLX_GROUPS
 
 ENTRY = "quantization_config"
@@ -41,6 +41,12 @@ class Layouts(NamedTuple):
     read: Callable[[dict], AnyLayout]
     override: Callable[[dict, list[str]], dict]  # the settings of a module, by its names
     prefixes: Mapping[str, str]  # families.Family's
+
+    @property
+    def is_fixed(self) -> bool:
+        """Are matrices in full precision to stay so, and all in one scheme? Not those of gpt-oss,
+        whose experts are always quantized."""
+        return self.settings["quant_method"] != "mxfp4"
 
     def of(self, module: str) -> AnyLayout:
         """UserError for unsupported settings."""
@@ -111,12 +117,9 @@ def read_names(settings: dict, key: str) -> list[str]:
     return names
 
 
-def find_layouts(hf: dict) -> Layouts | None:
-    """The Layouts of a config.json's quantization_config, None for gpt-oss's MXFP4, which
-    is ours. UserError for unsupported settings."""
+def find_layouts(hf: dict) -> Layouts:
+    """The Layouts of a config.json's quantization_config. UserError for unsupported settings."""
     settings = hf.get(ENTRY)
-    if is_mxfp4(hf):
-        return None
     if not isinstance(settings, dict):
         raise UserError(f"config.json: {ENTRY} = {short_repr(settings)} is not supported")
     check(settings, quant_method=tuple(METHODS))
@@ -337,6 +340,7 @@ METHODS: dict[str, Callable[[dict], AnyLayout]] = {
     "fp8": fp8_layout,
     "bitsandbytes": bitsandbytes_layout,
     "modelopt": modelopt_layout,
+    "mxfp4": lambda settings: Renamed("mxfp4", floats.GPT_OSS),
 }
 OVERRIDES: dict[str, Callable[[dict, list[str]], dict]] = {
     "gptq": gptq_override,

@@ -2,7 +2,7 @@
 MLX's codes.
 
     Int8Rows, Fp8     unpacked codes with a scale per matrix, row or block
-    Renamed           MX, NVFP4 and MLX's, whose bits are those of our own formats
+    MXFP4, MLX_MXFP4, …     for folder.Renamed: parts whose bits are those of our own formats
     Table4            bitsandbytes' NF4 and FP4: entries of a table times a block's largest weight
 
 The codes of all but Table4 are stored unchanged in our formats, so the weights are the published
@@ -10,14 +10,14 @@ ones.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from decoding.errors import UserError
+from loading.folder import UNSIGNED_WORDS
 from loading.plain_files import parse_json, short_repr
-from loading.quantized.layouts import FLOATS, UNSIGNED_WORDS, Layout
-from weights.formats import FORMATS, check_finite
+from loading.quantized.layouts import FLOATS, Layout
 
 SCALES = (*FLOATS, "F8_E8M0")  # E8M0: a power of two
 BYTES = ("U8",)
@@ -47,7 +47,7 @@ class Int8Rows(Layout):
     def tensors(self, m):
         shape = (math.ceil(m.rows / self.rows_of_block(m)), self.groups(m))
         if self.rows == -1:
-            shape = shape_of_number(m, self.scale_key)
+            shape = m.shape_of_number(self.scale_key)
         return {"weight": ((m.rows, m.columns), (self.code_type,)), self.scale_key: (shape, SCALES)}
 
     def codes(self, m):
@@ -56,12 +56,6 @@ class Int8Rows(Layout):
     def scales(self, m):
         scale = m.get(self.scale_key).float().reshape(-1, self.groups(m))  # (blocks, groups)
         return scale.repeat_interleave(self.rows_of_block(m), 0)[: m.rows]
-
-
-def shape_of_number(m, part: str) -> tuple[int, ...]:
-    """The stored shape of a single number, which writers choose: () or (1,)."""
-    shape = m.shape(part)
-    return shape if math.prod(shape) == 1 else (1,)
 
 
 class Fp8(Int8Rows):
@@ -79,52 +73,14 @@ class Fp8(Int8Rows):
         return name + self.suffix(matrices), None
 
 
-@dataclass(frozen=True)
-class Renamed:
-    """The parts of one of our formats, bit for bit, under other names. `names`: our part -> the
-    stored tensor and its types."""
-
-    format: str
-    names: dict[str, tuple[str, tuple[str, ...]]] = field(hash=False)
-    note: str | None = None
-    stacks_with_plain = False
-
-    @property
-    def key(self) -> str:
-        name, _ = self.names["scale"]
-        return name
-
-    def tensors(self, m):
-        headers = {}
-        for part, (shape, _) in FORMATS[self.format].shapes(m.rows, m.columns).items():
-            name, types = self.names[part]
-            if part == "global_scale":
-                shape = shape_of_number(m, name)
-            if types == UNSIGNED_WORDS:  # of four bytes
-                shape = (m.rows, shape[1] // 4)
-            headers[name] = (shape, types)
-        return headers
-
-    def scheme(self, matrices):
-        return self.format, None
-
-    def part(self, m, scheme, part):
-        name, _ = self.names[part]
-        stored = m.get(name)
-        if name == "weight_scale_2":
-            stored = 1 / stored
-        if part == "codes" and stored.is_floating_point():  # ours would read NaN as a number
-            check_finite(stored, f"{m.name}.{name}: ")
-        shape, dtype = FORMATS[scheme].shapes(m.rows, m.columns)[part]
-        converted = stored.to(dtype) if dtype.is_floating_point else stored.view(dtype)
-        return converted.expand(shape)
-
-
 # compressed-tensors stores mxfp4-pack-quantized (low nibble first) and mxfp8-quantized (E4M3) in
 # blocks of 32 inputs that share an E8M0 exponent. Sources: compressors/{mxfp4,mxfp8,mx_utils}.
 EXPONENTS = ("weight_scale", ("U8", "F8_E8M0"))
 MXFP4 = {"codes": ("weight_packed", BYTES), "scale": EXPONENTS}
 MXFP8 = {"codes": ("weight", ("F8_E4M3",)), "scale": EXPONENTS}
+
+# gpt-oss's experts, as merged_experts.py splits them.
+GPT_OSS = {"codes": ("codes", BYTES), "scale": ("scale", BYTES)}
 
 # MLX packs words from the lowest bits on: mode "affine", w = code * scale + bias in groups, in the
 # form of our mlx formats, and MXFP4. Sources: MLX, python/src/ops.cpp (quantize),

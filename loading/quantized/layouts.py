@@ -1,7 +1,6 @@
 """Where other programs store a quantized matrix: codes packed into words, scales, zero points.
 
-    Matrix                      the stored tensors of one matrix
-    Layout                      their names and shapes, and their conversion to our parts
+    Layout                      the stored tensors, and their conversion to our parts
     Gptq, Awq, PackQuantized    4 and 8 bits, packed into int32 words; floats.py has the other
                                 layouts
 
@@ -16,41 +15,17 @@ most 2^-20 scale. Groups of inputs that are not neighbours are quantized again.
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from decoding.errors import UserError
+from loading.folder import Matrix
 from weights.formats import FORMATS, row_chunks, unpack_bits
 
 # Stored types, as safetensors calls them.
 WORDS = ("I32",)
-UNSIGNED_WORDS = ("U32",)
 FLOATS = ("BF16", "F16", "F32")
-
-
-class Matrix(NamedTuple):
-    """One quantized matrix (out, in) of a folder, under its Hugging Face name."""
-
-    name: str
-    rows: int
-    columns: int
-    tensors: dict  # name -> stored tensor
-    layout: "Layout"  # or one of floats.py, with the same methods
-
-    def get(self, part: str) -> Tensor:
-        return self.tensors[f"{self.name}.{part}"][...]
-
-    def dtype(self, part: str) -> str:
-        return self.tensors[f"{self.name}.{part}"].get_dtype()
-
-    def shape(self, part: str) -> tuple[int, ...]:
-        """() for a tensor that does not exist."""
-        stored = self.tensors.get(f"{self.name}.{part}")
-        if stored is None:
-            return ()
-        return tuple(stored.get_shape())
 
 
 def as_bytes(words: Tensor) -> Tensor:

@@ -1,8 +1,6 @@
 """A layer's experts in one tensor <-> a tensor for each expert: gpt-oss, GraniteMoE, Qwen3-VL-MoE.
 
     split_experts   stored tensors -> those of every expert, under weight_names.py's names
-    tensor_reader   the tensor of a name, or the weight of an expert in MXFP4
-    is_mxfp4        is this the config.json of such a folder?
     merge_experts   the tensors of experts in full precision -> those of a published folder
 
 families.MergedExperts says how they lie in full precision. gpt-oss is published in MXFP4 (E
@@ -13,27 +11,17 @@ models/gpt_oss/modeling_gpt_oss.py, integrations/mxfp4.py and conversion_mapping
 """
 
 import re
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from loading.families import FAMILIES, MergedExperts
 from model import Config
-from weights.formats import dequantize_tensor
 
 MERGED = r"(.*\.layers\.\d+\.)({}|{})(|_blocks|_scales|_bias)"
 EXPERT = re.compile(r"(.*\.)mlp\.experts\.\d+\.(gate|up|down)_proj\.(weight|bias)")
 PART_BY_SUFFIX = {"": "weight", "_blocks": "codes", "_scales": "scale", "_bias": "bias"}
 DIMENSIONS = {"": 3, "_blocks": 4, "_scales": 3, "_bias": 2}  # of a merged tensor
-
-
-def is_mxfp4(hf: dict) -> bool:
-    """Is this config.json that of gpt-oss as published? Its experts are then in MXFP4."""
-    settings = hf.get("quantization_config")
-    if hf.get("model_type") != "gpt_oss":
-        return False
-    return isinstance(settings, dict) and settings.get("quant_method") == "mxfp4"
 
 
 class StoredExpert:
@@ -101,19 +89,6 @@ def split_experts(tensors: dict[str, object], config: Config) -> dict[str, objec
                 expert = StoredExpert(stored, part_name, number, rows, is_transposed)
                 split[f"{layer}mlp.experts.{number}.{module}.{part_name}"] = expert
     return split
-
-
-def tensor_reader(tensors: dict[str, object]) -> Callable[[str], Tensor]:
-    """The tensor of a name, or the weight of an expert that is stored in MXFP4."""
-
-    def read(name: str) -> Tensor:
-        if name in tensors:
-            return tensors[name][...]
-        module = name.removesuffix(".weight")
-        parts = {part: read(f"{module}.{part}") for part in ("codes", "scale")}
-        return dequantize_tensor(parts, "mxfp4")
-
-    return read
 
 
 def merge_experts(tensors: dict[str, Tensor], layout: MergedExperts) -> dict[str, Tensor]:

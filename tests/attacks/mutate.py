@@ -140,7 +140,7 @@ TESTS = {
     "loading/quantized/floats.py": "floats fuzz",
     "loading/quantized/layouts.py": "quantized_folders",
     "loading/quantized/merged_experts.py": "experts gguf",
-    "loading/quantized/reader.py": "floats faults quantized_folders mlx",
+    "loading/folder.py": "floats faults quantized_folders mlx",
     "cli/answers.py": "requests inputs program",
     "cli/chat.py": "program prompt_cache -k 'chat or message or turn or command or answer or"
     " conversation'",

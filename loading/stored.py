@@ -1,0 +1,65 @@
+"""What fills a model: tensors as they are stored, in whatever file and format.
+
+Stored      one of them, with the functions that read its parts or its weights
+Source      a checkpoint's config and all that is stored in it
+in_floats   tensors in full precision, by a function that reads them
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from model import Config
+from weights.formats import FORMATS, dequantize_tensor
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A stored matrix or vector. Nothing is read before it is asked for."""
+
+    shape: tuple[int, ...]
+    scheme: str | None = None  # the one that holds it exactly
+    part: Callable[[str], Tensor] | None = None  # a part of that scheme, by its name
+    floats: Callable[[], Tensor] | None = None  # the weights, where no scheme holds them
+    near: str | None = None  # a scheme to quantize it to, where none holds it
+    note: str = ""  # why none holds it
+
+    @property
+    def is_float(self) -> bool:
+        """Is it stored in full precision?"""
+        return self.scheme is None and not self.note
+
+    def weight(self) -> Tensor:
+        """The weights as floats."""
+        if self.scheme is None:
+            return self.floats()
+        names = FORMATS[self.scheme].shapes(*self.shape)
+        return dequantize_tensor({name: self.part(name) for name in names}, self.scheme)
+
+
+class Source(NamedTuple):
+    """A checkpoint, all headers checked.
+
+    `config` differs from config.json's where a head is stored that is not the embedding.
+    """
+
+    config: Config
+    tensors: dict[str, Stored]  # by the Hugging Face name of a weight, bias, …
+    notes: tuple[str, ...] = ()  # for the user
+    # The scheme of all blocks, where the folder says that it is quantized to this one.
+    scheme: str | None = None
+    keeps_plain: bool = False  # do a block's matrices in full precision stay so?
+
+    @property
+    def nearest(self) -> tuple[str | None, str]:
+        """(scheme, reason) of tensors that no scheme holds: int8 rather than int4."""
+        inexact = [(one.near, one.note) for one in self.tensors.values() if one.near]
+        return max(inexact, default=(None, ""))
+
+
+def in_floats(headers: Mapping[str, tuple], read: Callable[[str], Tensor]) -> dict[str, Stored]:
+    """`headers`: name -> (shape, stored types)."""
+    return {name: Stored(shape, floats=partial(read, name)) for name, (shape, _) in headers.items()}
