@@ -22,7 +22,7 @@ def linear_of(scheme: str) -> tuple[QuantizedLinear, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(24, 256, generator=generator) * torch.logspace(-3, 3, 24)[:, None]
     weight[5] = 0
-    linear = QuantizedLinear.empty(256, 24, scheme)
+    linear = QuantizedLinear.empty_like(torch.nn.Linear(256, 24, bias=False), scheme)
     linear.copy_parts(slice(None), quantize_tensor(weight, scheme))
     return linear, dequantize_tensor(linear.parts(), scheme, torch.float64)
 

@@ -14,7 +14,7 @@ from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
 from examples.int4_vnni import kernel
 from loading.checkpoint import load_model
-from weights.formats import FORMATS, Int4, unpack_bits
+from weights.formats import FORMATS, unpack_bits
 from weights.linears import KERNELS, QuantizedLinear
 from weights.walker import batch_invariant_rows, pack_model
 
@@ -25,12 +25,12 @@ pytestmark = [
         not torch.cpu._is_vnni_supported(), reason="this processor has no AVX-512 VNNI"
     ),
 ]
-SCHEMES = [scheme for scheme, format in FORMATS.items() if type(format) is Int4]
+SCHEMES = [scheme for scheme, format in FORMATS.items() if format.kernel == "int4"]
 
 
 @pytest.fixture(autouse=True)
 def plugged_in(monkeypatch, tmp_path):
-    monkeypatch.setitem(KERNELS, Int4, KERNELS[Int4])
+    monkeypatch.setitem(KERNELS, "int4", KERNELS["int4"])
     kernel.plug_in()
 
 

@@ -72,8 +72,8 @@ class Stack(nn.Module):
         self.out_features = first.out_features * len(linears)
         self.scheme = getattr(first, "scheme", None)
         self.format = formats.FORMATS.get(self.scheme)
-        self.uses_words = type(self.format) in formats.WORD_FORMATS
-        self.reads_codes = self.uses_words or type(self.format) in formats.SYMMETRIC_FORMATS
+        self.kernel = self.format.kernel if self.scheme else ""
+        self.uses_words = self.kernel in ("int4", "mx")
         if any(getattr(linear, "scheme", None) != self.scheme for linear in linears):
             reason = "on a GPU all of them need the same"
             raise UserError(f"experts of a layer are stored in several formats; {reason}")
@@ -130,7 +130,7 @@ class Stack(nn.Module):
         format = self.format
         n_inputs = x.size(1)
         group = getattr(format, "group", 0) or n_inputs
-        if not self.reads_codes or n_inputs % group:
+        if not self.kernel or n_inputs % group:
             values = self.weights(torch.float32, expert)
             y = gpu.paired_sums([values], x, n_inputs)
         else:

@@ -106,9 +106,11 @@ class Format:
     bits: int
     group: int = 0
     ragged: bool = field(default=False, kw_only=True)  # may a row end inside a group?
-    # Does compressed-tensors store the same codes and scales? Stated for each instance, because a
-    # subclass may give them another meaning.
-    is_portable: bool = field(default=False, kw_only=True)
+    # Stated for each instance, because a subclass may give its codes and scales another meaning:
+    is_portable: bool = field(default=False, kw_only=True)  # are they those of compressed-tensors?
+    # Which products read them: "int4" and "mx" packed codes, "int8" and "codes" those of a byte.
+    # Without one, weights are dequantized first.
+    kernel: str = field(default="", kw_only=True)
     # The smallest piece of a matrix that `quantize` can work on by itself:
     #   "groups"   full groups of a row
     #   "row_max"  any part of a row, given the row's largest |weight| as a second argument
@@ -138,11 +140,27 @@ class Format:
 
     def dequantize(self, parts: dict[str, Tensor]) -> Tensor:
         """Parts -> float32 (out, in)."""
-        raise NotImplementedError
+        return self.weights(self.unpacked(parts["codes"]), parts)
 
-    # Formats with a product for a GPU's compiler also offer these:
-    # w = elements(code) * factor * group_scale + zero.
+    def weights(self, codes: Tensor, parts: dict[str, Tensor]) -> Tensor:
+        """Unpacked codes (out, in), and the other parts -> float32 (out, in): elements(code) *
+        factor * group_scale + zero."""
+        rows, columns = codes.shape
+        weights = self.grouped(self.elements(codes))  # (out, in / g, g)
+        if self.factor != 1:
+            weights = weights * self.factor
+        scale = self.group_scale(parts)
+        weights = weights * scale.view(rows, -1, 1)
+        if "zero" in parts:
+            weights = weights + parts["zero"][..., None]
+        weights = weights.flatten(1)  # (out, in / g, g) -> (out, in)
+        return weights[:, :columns]
+
     factor: ClassVar[float] = 1.0
+
+    def unpacked(self, codes: Tensor) -> Tensor:
+        """Stored codes -> one number each (out, in)."""
+        return codes
 
     def elements(self, code: Tensor) -> Tensor:
         """Unpacked codes -> float32 elements."""
@@ -198,14 +216,6 @@ class Symmetric(Format):
     def elements(self, code):
         return from_e4m3(code)
 
-    def dequantize(self, parts):
-        codes = self.elements(parts["codes"])
-        scale = self.group_scale(parts)
-        scale = scale.view(len(codes), -1, 1)  # (out, in / g, 1)
-        weights = self.grouped(codes) * scale
-        weights = weights.flatten(1)  # (out, in / g, g) -> (out, in)
-        return weights[:, : codes.size(1)]
-
 
 class Int8(Symmetric):
     """|w - w'| <= scale / 2, scale <= max|w| / 127 * (1 + 2^-7)."""
@@ -239,20 +249,8 @@ class Packed(Format):
         """Codes (out, in / g, g) -> bytes (out, in * bits / 8)"""
         return pack_bits(codes.flatten(1), self.bits)
 
-    def dequantize(self, parts):
-        codes = unpack_bits(parts["codes"], self.bits)
-        return self.weights(codes, parts)
-
-    def weights(self, codes: Tensor, parts: dict[str, Tensor]) -> Tensor:
-        """Unpacked codes (out, in) int32, and the other parts -> float32 (out, in)."""
-        weights = self.grouped(self.elements(codes))
-        if self.factor != 1:
-            weights = weights * self.factor
-        scale = self.group_scale(parts)
-        weights = weights * scale[..., None]
-        if "zero" in parts:
-            weights = weights + parts["zero"][..., None]
-        return weights.flatten(1)  # (out, in / g, g) -> (out, in)
+    def unpacked(self, codes):
+        return unpack_bits(codes, self.bits)
 
 
 @dataclass(frozen=True)
@@ -287,10 +285,6 @@ class Int4(Packed):
 
     def elements(self, code):
         return (code - self.center).float()
-
-
-class Affine(Int4):
-    """The same in 2 to 8 bits: a class of its own, because kernels read 4 bits alone."""
 
 
 @dataclass(frozen=True)
@@ -388,35 +382,34 @@ class NvFp4(Mx):
         return from_e4m3(parts["scale"]) / parts["global_scale"][:, None]
 
 
+FP8_BLOCKS = Symmetric(
+    8, 128, code_dtype=torch.float8_e4m3fn, max_code=448, ragged=True, kernel="codes"
+)
 FORMATS: dict[str, Format] = {  # of SCHEMES, then of STORED_SCHEMES
-    "int8": Int8(8, is_portable=True),
-    "int4-g32": Int4(4, 32),
-    "int4-g64": Int4(4, 64),
-    "int4-g128": Int4(4, 128),
-    "fp8": Fp8(8, is_portable=True),
-    "mxfp8": Mx(8, 32, mantissa=3, bias=7, max_element=448.0),  # E4M3
-    "mxfp6": Mx(6, 32, mantissa=3, bias=1, max_element=7.5),  # E2M3
-    "mxfp4": Mx(4, 32, mantissa=1, bias=1, max_element=6.0),  # E2M1
+    "int8": Int8(8, is_portable=True, kernel="int8"),
+    "int4-g32": Int4(4, 32, kernel="int4"),
+    "int4-g64": Int4(4, 64, kernel="int4"),
+    "int4-g128": Int4(4, 128, kernel="int4"),
+    "fp8": Fp8(8, is_portable=True, kernel="codes"),
+    "mxfp8": Mx(8, 32, mantissa=3, bias=7, max_element=448.0, kernel="mx"),  # E4M3
+    "mxfp6": Mx(6, 32, mantissa=3, bias=1, max_element=7.5, kernel="mx"),  # E2M3
+    "mxfp4": Mx(4, 32, mantissa=1, bias=1, max_element=6.0, kernel="mx"),  # E2M1
 }
-# Formats whose codes and scales kernels read as their classes here define them. Compared by exact
-# type, because a subclass may give them another meaning; its weights are dequantized by itself.
-SYMMETRIC_FORMATS = (Symmetric, Int8, Fp8)
-WORD_FORMATS = (Int4, Mx)  # packed codes, which a GPU reads as 32-bit words
 FORMATS |= {
     f"{name}-float32": replace(FORMATS[name], scale_dtype=torch.float32) for name in FLOAT32_SCHEMES
 }
 FORMATS |= {
-    "q4_1": Int4(4, 32, torch.float16, center=0),  # GGUF's
-    "q8_0": Symmetric(8, 32, torch.float16),
-    "q4_k": Int4(4, 32, torch.float32, center=0),
-    "fp8-g128": Symmetric(8, 128, torch.bfloat16, torch.float8_e4m3fn, max_code=448, ragged=True),
-    "fp8-g128-float32": Symmetric(
-        8, 128, torch.float32, torch.float8_e4m3fn, max_code=448, ragged=True
-    ),
+    "q4_1": Int4(4, 32, torch.float16, center=0, kernel="int4"),  # GGUF's
+    "q8_0": Symmetric(8, 32, torch.float16, kernel="codes"),
+    "q4_k": Int4(4, 32, torch.float32, center=0, kernel="int4"),
+    "fp8-g128": FP8_BLOCKS,
+    "fp8-g128-float32": replace(FP8_BLOCKS, scale_dtype=torch.float32),
     "nvfp4": NvFp4(4, 16, mantissa=1, bias=1, max_element=6.0),
 }
 FORMATS |= {
-    f"mlx{bits}-g{group}": (Int4 if bits == 4 else Affine)(bits, group, torch.float32, center=0)
+    f"mlx{bits}-g{group}": Int4(
+        bits, group, torch.float32, center=0, kernel="int4" if bits == 4 else ""
+    )
     for bits in MLX_BITS
     for group in MLX_GROUPS
 }

@@ -112,50 +112,30 @@ class QuantizedLinear(RowsLinear):
     # The numbers of rows in which `kernel` runs, for subclasses that have one.
     row_split = RowSplit()
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        scheme: str,
-        bias: bool = False,
-        device=None,
-        dtype=None,
-    ):
+    def __init__(self, linear: "nn.Linear | QuantizedLinear", scheme: str):
+        """With the shape, device and dtype of `linear`, without initial values."""
         super().__init__()
-        formats.check_columns(scheme, in_features, "Linear")
-        self.in_features = in_features
-        self.out_features = out_features
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        formats.check_columns(scheme, self.in_features, "Linear")
         self.scheme = scheme
         self.format = FORMATS[scheme]
-        self.dtype = dtype or torch.get_default_dtype()  # of activations
+        like = next(linear.parameters())
+        self.dtype = getattr(linear, "dtype", like.dtype)  # of activations
         self.packed: PackedWeights | None = None
-        shapes = self.format.shapes(out_features, in_features)
-        if bias:
-            shapes["bias"] = ((out_features,), dtype)
+        shapes = self.format.shapes(self.out_features, self.in_features)
+        if linear.bias is not None:
+            shapes["bias"] = ((self.out_features,), linear.bias.dtype)
         for name, (shape, part_dtype) in shapes.items():
-            part = torch.empty(shape, dtype=part_dtype, device=device)
+            part = torch.empty(shape, dtype=part_dtype, device=like.device)
             self.register_parameter(name, nn.Parameter(part, False))
-        if not bias:
+        if linear.bias is None:
             self.register_parameter("bias", None)
 
     @staticmethod
-    def empty(in_features: int, out_features: int, scheme: str, **options) -> "QuantizedLinear":
-        """A Linear of the class with the scheme's kernel, without initial values."""
-        kernel = KERNELS.get(type(format_of(scheme)), QuantizedLinear)
-        return kernel(in_features, out_features, scheme, **options)
-
-    @classmethod
-    def empty_like(cls, linear: "nn.Linear | QuantizedLinear", scheme: str) -> "QuantizedLinear":
-        """Like `empty`, with the shape, device and dtype of `linear`."""
-        is_quantized = isinstance(linear, QuantizedLinear)
-        return cls.empty(
-            linear.in_features,
-            linear.out_features,
-            scheme,
-            bias=linear.bias is not None,
-            device=next(linear.parameters()).device,
-            dtype=linear.dtype if is_quantized else linear.weight.dtype,
-        )
+    def empty_like(linear: "nn.Linear | QuantizedLinear", scheme: str) -> "QuantizedLinear":
+        """Of the class with the scheme's kernel."""
+        return KERNELS.get(format_of(scheme).kernel, QuantizedLinear)(linear, scheme)
 
     @classmethod
     @torch.no_grad()
@@ -261,7 +241,7 @@ class QuantizedLinear(RowsLinear):
         from weights import gpu
 
         parts = {name: part[outputs] for name, part in self.parts().items()}
-        if type(self.format) not in formats.SYMMETRIC_FORMATS or self.format.group:
+        if self.format.kernel not in ("int8", "codes") or self.format.group:
             return gpu.row_sums(self.format.dequantize(parts), x)
         codes = self.format.elements(parts["codes"])
         scale = parts["scale"].float()
@@ -476,7 +456,7 @@ class MxLinear(QuantizedLinear):
         return gpu.grouped_sums(values, x, scale, factor=format.factor)
 
 
-KERNELS = {formats.Int8: Int8Linear, formats.Int4: Int4Linear, formats.Mx: MxLinear}
+KERNELS = {"int8": Int8Linear, "int4": Int4Linear, "mx": MxLinear}  # by Format.kernel
 
 
 def check_unpacked(module: nn.Module, purpose: str) -> None:

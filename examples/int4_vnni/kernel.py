@@ -26,7 +26,7 @@ from torch import Tensor
 
 from decoding.errors import UserError
 from exact.products import ANY_ROWS
-from weights.formats import Int4, pack_bits, row_chunks, unpack_bits
+from weights.formats import pack_bits, row_chunks, unpack_bits
 from weights.linears import KERNELS, Int4Linear
 
 SOURCE = Path(__file__).with_name("int4.c")
@@ -181,4 +181,4 @@ class VnniLinear(Int4Linear):
 def plug_in() -> None:
     """Let every int4 scheme use the kernel from now on. UserError where the kernel cannot run."""
     library()
-    KERNELS[Int4] = VnniLinear
+    KERNELS["int4"] = VnniLinear

@@ -33,7 +33,8 @@ def make_linears(
     """Copies of a random matrix, packed for their kernel."""
     linears = []
     for _ in range(COPIES):
-        linear = linear_class(inputs, outputs, "int4-g32", dtype=torch.bfloat16)
+        plain = torch.nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)
+        linear = linear_class(plain, "int4-g32")
         for name, part in linear.parts().items():
             if name == "codes":
                 part.random_(256)
