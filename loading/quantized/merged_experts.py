@@ -11,6 +11,7 @@ models/gpt_oss/modeling_gpt_oss.py, integrations/mxfp4.py and conversion_mapping
 """
 
 import re
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,40 +21,36 @@ from model import Config
 
 MERGED = r"(.*\.layers\.\d+\.)({}|{})(|_blocks|_scales|_bias)"
 EXPERT = re.compile(r"(.*\.)mlp\.experts\.\d+\.(gate|up|down)_proj\.(weight|bias)")
-PART_BY_SUFFIX = {"": "weight", "_blocks": "codes", "_scales": "scale", "_bias": "bias"}
-DIMENSIONS = {"": 3, "_blocks": 4, "_scales": 3, "_bias": 2}  # of a merged tensor
+# Suffix of a merged tensor -> (an expert's part, the merged tensor's number of dimensions).
+PARTS = {"": ("weight", 3), "_blocks": ("codes", 4), "_scales": ("scale", 3), "_bias": ("bias", 2)}
 
 
+@dataclass(frozen=True)
 class StoredExpert:
     """One expert's rows of a merged tensor, with the methods of a stored tensor."""
 
-    def __init__(self, merged, part_name: str, number: int, rows: slice, is_transposed: bool):
-        self.merged = merged
-        self.part_name = part_name
-        self.number = number
-        self.rows = rows
-        self.is_transposed = is_transposed
+    merged: object
+    number: int
+    rows: slice
+    is_transposed: bool
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """The expert's tensor without the rows of others."""
+        if self.is_transposed:
+            tensor = tensor.T  # (D, rows) -> (rows, D)
+        tensor = tensor[self.rows]
+        return tensor.flatten(1) if tensor.dim() == 3 else tensor  # codes (rows, D / 32, 16)
 
     def get_shape(self) -> list[int]:
         _, *shape = self.merged.get_shape()
-        if self.is_transposed:
-            shape.reverse()
-        if self.part_name == "codes":
-            shape = [shape[0], shape[1] * shape[2]]
-        shape[0] = len(range(shape[0])[self.rows])
-        return shape
+        return list(self.cut(torch.empty(shape, device="meta")).shape)
 
     def get_dtype(self) -> str:
         return self.merged.get_dtype()
 
     def __getitem__(self, index) -> Tensor:
         tensor = self.merged[self.number : self.number + 1][0]  # reads one expert alone
-        if self.is_transposed:
-            tensor = tensor.T  # (D, rows) -> (rows, D)
-        tensor = tensor[self.rows]
-        if self.part_name == "codes":
-            tensor = tensor.flatten(1)  # (rows, D / 32, 16) -> (rows, D / 2)
-        return tensor[index]
+        return self.cut(tensor)[index]
 
 
 def split_experts(tensors: dict[str, object], config: Config) -> dict[str, object]:
@@ -61,33 +58,32 @@ def split_experts(tensors: dict[str, object], config: Config) -> dict[str, objec
     layout = FAMILIES[config.family].merged_experts
     pattern = re.compile(MERGED.format(re.escape(layout.gate_up), re.escape(layout.down)))
     # Merged module -> an expert's modules, and the rows of each.
-    parts_by_module = {
+    modules_by_name = {
         layout.gate_up: (("gate_proj", "up_proj"), config.expert_dim),
         layout.down: (("down_proj",), config.dim),
     }
     # Of down, because gate_up is square where D = 2 F, as in Granite 3.0 1B.
-    is_stored_transposed = layout.is_gpt_oss or any(
+    is_transposed = layout.is_gpt_oss or any(
         name.endswith(layout.down) and stored.get_shape()[-1:] != [config.expert_dim]
         for name, stored in tensors.items()
     )
     split = {}
     for name, stored in tensors.items():
         match = pattern.fullmatch(name)
-        if match is None or len(stored.get_shape()) != DIMENSIONS[match[3]]:
+        shape = stored.get_shape()
+        part, dimensions = PARTS[match[3]] if match else ("", None)
+        if len(shape) != dimensions:
             split[name] = stored  # check_headers refuses those that no model has
             continue
-        layer, merged_module, suffix = match.groups()
-        modules, num_rows = parts_by_module[merged_module]
-        part_name = PART_BY_SUFFIX[suffix]
-        shape = stored.get_shape()
-        is_transposed = is_stored_transposed and part_name == "weight"
+        modules, num_rows = modules_by_name[match[2]]
         for number in range(shape[0]):
             for i, module in enumerate(modules):
                 rows = slice(i * num_rows, (i + 1) * num_rows)
                 if layout.is_gpt_oss:
                     rows = slice(i, None, len(modules))
-                expert = StoredExpert(stored, part_name, number, rows, is_transposed)
-                split[f"{layer}mlp.experts.{number}.{module}.{part_name}"] = expert
+                split[f"{match[1]}mlp.experts.{number}.{module}.{part}"] = StoredExpert(
+                    stored, number, rows, is_transposed and part == "weight"
+                )
     return split
 
 
