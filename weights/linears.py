@@ -43,6 +43,12 @@ KERNEL_LANES = 16  # inputs that a CPU's int8 kernel reads at once, even beyond 
 class RowsLinear(nn.Module):
     """A Linear by its `product` of rows x (M, in) -> (M, out), without bias."""
 
+    def __init__(self, linear: "nn.Linear | QuantizedLinear"):
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.packed: PackedWeights | None = None
+
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).contiguous()
         y = self.product(rows).view(*x.shape[:-1], self.out_features)
@@ -66,8 +72,13 @@ class RowsLinear(nn.Module):
         raise NotImplementedError
 
     def is_fused(self, x: Tensor) -> bool:
-        """Does `product` of x (M, in) leave everything to a GPU's compiler?"""
-        return False
+        """Does `product` of a few rows x (M, in) leave everything to a GPU's compiler?"""
+        return (
+            self.packed is None
+            and torch.compiler.is_compiling()
+            and x.device.type == FUSING_DEVICE
+            and is_small_batch(x.size(0), MAX_KERNEL_ROWS)
+        )
 
 
 class LinearParts(nn.ModuleList):
@@ -114,15 +125,12 @@ class QuantizedLinear(RowsLinear):
 
     def __init__(self, linear: "nn.Linear | QuantizedLinear", scheme: str):
         """With the shape, device and dtype of `linear`, without initial values."""
-        super().__init__()
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
+        super().__init__(linear)
         formats.check_columns(scheme, self.in_features, "Linear")
         self.scheme = scheme
         self.format = FORMATS[scheme]
         like = next(linear.parameters())
         self.dtype = getattr(linear, "dtype", like.dtype)  # of activations
-        self.packed: PackedWeights | None = None
         shapes = self.format.shapes(self.out_features, self.in_features)
         if linear.bias is not None:
             shapes["bias"] = ((self.out_features,), linear.bias.dtype)
@@ -250,18 +258,6 @@ class QuantizedLinear(RowsLinear):
         y = F.linear(gpu.stored(x), codes.to(x.dtype))
         return (y * scale).to(x.dtype)
 
-    def is_fused(self, x: Tensor) -> bool:
-        return self.packed is None and is_fused(x)
-
-
-def is_fused(x: Tensor) -> bool:
-    """Is this a product of few rows (M, in) in code compiled for a GPU?"""
-    return (
-        torch.compiler.is_compiling()
-        and x.device.type == FUSING_DEVICE
-        and is_small_batch(x.size(0), MAX_KERNEL_ROWS)
-    )
-
 
 @functools.cache
 def warn_no_kernel(scheme: str, effect: str) -> None:
@@ -313,7 +309,7 @@ class Int8Linear(QuantizedLinear):
     def product(self, x: Tensor) -> Tensor:
         if isinstance(self.packed, PackedInt8):
             return self.packed.product(x).to(x.dtype)
-        if not self.is_packed or self.packed is not None or is_fused(x):
+        if not self.is_packed or self.packed is not None or self.is_fused(x):
             return super().product(x)
         if x.device.type == "cpu":
             return self.run_kernel(x.to(self.kernel_scale.dtype)).to(x.dtype)
@@ -490,15 +486,10 @@ class FusedLinear(RowsLinear):
     is_packed = True
 
     def __init__(self, linear: nn.Linear, is_activated: bool):
-        super().__init__()
+        super().__init__(linear)
         self.is_activated = is_activated
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
         self.weight = linear.weight
         self.bias = linear.bias
-
-    def is_fused(self, x: Tensor) -> bool:
-        return is_fused(x)
 
     def product(self, x: Tensor) -> Tensor:
         if self.is_fused(x):
@@ -522,10 +513,8 @@ class PackedLinear(RowsLinear):
     is_packed = True
 
     def __init__(self, linear: nn.Linear):
-        super().__init__()
+        super().__init__(linear)
         weight = linear.weight.detach()
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
         self.packed = cpu.prepack_weight(weight)
         self.batch_invariant_rows = self.packed.batch_invariant_rows
         self.weight = nn.Parameter(weight.to("meta"), False)
