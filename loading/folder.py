@@ -59,20 +59,17 @@ class Matrix(NamedTuple):
     tensors: dict  # name -> stored tensor
     layout: object
 
+    def stored(self, part: str):
+        """None for a tensor that does not exist."""
+        return self.tensors.get(f"{self.name}.{part}")
+
     def get(self, part: str) -> Tensor:
-        return self.tensors[f"{self.name}.{part}"][...]
-
-    def dtype(self, part: str) -> str:
-        return self.tensors[f"{self.name}.{part}"].get_dtype()
-
-    def shape(self, part: str) -> tuple[int, ...]:
-        """() for a tensor that does not exist."""
-        stored = self.tensors.get(f"{self.name}.{part}")
-        return () if stored is None else tuple(stored.get_shape())
+        return self.stored(part)[...]
 
     def shape_of_number(self, part: str) -> tuple[int, ...]:
         """The stored shape of a single number, which writers choose: () or (1,)."""
-        shape = self.shape(part)
+        stored = self.stored(part)
+        shape = () if stored is None else tuple(stored.get_shape())
         return shape if math.prod(shape) == 1 else (1,)
 
 

@@ -122,8 +122,10 @@ class Format:
 
     def shapes(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Part -> (shape, dtype). The first dimension of every part is `rows`; one part is called
-        "codes"."""
-        raise NotImplementedError
+        "codes". Here they are codes, packed or not, and a scale for each row or group."""
+        width = columns * self.bits // (8 * self.code_dtype.itemsize)
+        groups = (rows, math.ceil(columns / self.group)) if self.group else (rows,)
+        return {"codes": ((rows, width), self.code_dtype), "scale": (groups, self.scale_dtype)}
 
     def quantize(self, w: Tensor) -> dict[str, Tensor]:
         """Finite float32 (out, in) -> parts."""
@@ -187,15 +189,6 @@ class Symmetric(Format):
     code_dtype: torch.dtype = torch.int8
     max_code: int = 127
 
-    def shapes(self, rows, columns):
-        scale = (rows,)
-        if self.group:
-            scale = (rows, math.ceil(columns / self.group))
-        return {
-            "codes": ((rows, columns), self.code_dtype),
-            "scale": (scale, self.scale_dtype),
-        }
-
     def quantize(self, w, row_max: Tensor | None = None):
         """`row_max` (out,): the largest |weight| of each full row, when w holds parts of rows."""
         grouped = self.grouped(w)
@@ -241,9 +234,7 @@ class Packed(Format):
 
     scope = "groups"
 
-    def shapes(self, rows, columns):
-        num_bytes = columns * self.bits // 8
-        return {"codes": ((rows, num_bytes), torch.uint8)}
+    code_dtype: ClassVar[torch.dtype] = torch.uint8
 
     def packed(self, codes: Tensor) -> Tensor:
         """Codes (out, in / g, g) -> bytes (out, in * bits / 8)"""
@@ -266,8 +257,8 @@ class Int4(Packed):
     center: int = 8
 
     def shapes(self, rows, columns):
-        groups = ((rows, columns // self.group), self.scale_dtype)
-        return super().shapes(rows, columns) | {"scale": groups, "zero": groups}
+        shapes = super().shapes(rows, columns)
+        return shapes | {"zero": shapes["scale"]}
 
     def quantize(self, w):
         w = self.grouped(w)
@@ -301,10 +292,7 @@ class Mx(Packed):
     mantissa: int = 0
     bias: int = 0
     max_element: float = 0.0
-
-    def shapes(self, rows, columns):
-        scale = ((rows, columns // self.group), torch.uint8)
-        return super().shapes(rows, columns) | {"scale": scale}
+    scale_dtype: ClassVar[torch.dtype] = torch.uint8
 
     def quantize(self, w):
         w = self.grouped(w)
@@ -358,10 +346,10 @@ class NvFp4(Mx):
 
     scope = "row_max"
 
+    scale_dtype = torch.float8_e4m3fn
+
     def shapes(self, rows, columns):
-        scale = ((rows, columns // self.group), torch.float8_e4m3fn)
-        global_scale = ((rows,), torch.float32)
-        return super().shapes(rows, columns) | {"scale": scale, "global_scale": global_scale}
+        return super().shapes(rows, columns) | {"global_scale": ((rows,), torch.float32)}
 
     def quantize(self, w, row_max: Tensor | None = None):
         """`row_max` as in Symmetric."""

@@ -150,7 +150,7 @@ class Table4:
             "weight": ((math.ceil(size / 2), 1), BYTES),
             "weight.quant_map": ((16,), ("F32",)),
             "weight.absmax": ((blocks,), ("F32",)),
-            self.key: (m.shape(self.key), BYTES),
+            self.key: (tuple(m.stored(self.key).get_shape()), BYTES),
         }
         if "nested_blocksize" in state:
             outer_blocks = math.ceil(blocks / state["nested_blocksize"])

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from decoding.errors import UserError
 from loading.folder import Matrix
-from weights.formats import FORMATS, row_chunks, unpack_bits
+from weights.formats import FORMATS, decode_by_chunks, unpack_bits
 
 # Stored types, as safetensors calls them.
 WORDS = ("I32",)
@@ -140,7 +140,11 @@ class Layout:
 
     def suffix(self, matrices: Collection[Matrix]) -> str:
         """Of the scheme that holds the scales: ours are bfloat16, or float32."""
-        return "" if all(m.dtype(self.scale_key) == "BF16" for m in matrices) else "-float32"
+        return (
+            ""
+            if all(m.stored(self.scale_key).get_dtype() == "BF16" for m in matrices)
+            else "-float32"
+        )
 
     def part(self, m: Matrix, scheme: str, part: str) -> Tensor:
         """One stored part of a scheme that holds the matrix exactly."""
@@ -160,15 +164,14 @@ class Layout:
     def weight(self, m: Matrix) -> Tensor:
         """The weights (out, in) in float32."""
         groups = self.group_of(m)
-        codes = self.codes(m)
-        scale = self.scales(m).float()
-        zero = self.zero_points(m)
-        weight = torch.empty(m.rows, m.columns)
-        for rows in row_chunks(m.rows, m.columns):
-            steps = unpack_bits(codes[rows], self.bits)
-            steps = steps - zero[rows][:, groups]
-            weight[rows] = steps * scale[rows][:, groups]
-        return weight
+
+        def decode(parts: dict[str, Tensor]) -> Tensor:
+            steps = unpack_bits(parts["codes"], self.bits) - parts["zero"][:, groups]
+            return steps * parts["scale"][:, groups]
+
+        parts = {"codes": self.codes(m), "zero": self.zero_points(m), "scale": self.scales(m)}
+        parts["scale"] = parts["scale"].float()
+        return decode_by_chunks(decode, parts, torch.float32)
 
 
 def are_runs(groups: Tensor, size: int) -> bool:
