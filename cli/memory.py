@@ -18,6 +18,7 @@ from loading.target import Target
 from model import Config
 from tp import ALONE, Ranks
 from weights.schemes import choose_head_scheme
+from weights.walker import quantized_linears
 
 
 def check_memory(
@@ -69,6 +70,11 @@ def session_bytes(
             add(source.config, schemes, ranks if draft.sharded else ALONE)
         else:
             weights = sum(file.stat().st_size for file in checkpoint.files)
-    weights += sum(parameter.nbytes for model in models for parameter in model.parameters())
+    for model in models:
+        parts = 0
+        for linear in quantized_linears(model):
+            parts += sum(part.nbytes for part in linear.parts().values())
+            weights += linear.held_bytes(device.type)
+        weights += sum(parameter.nbytes for parameter in model.parameters()) - parts
     per_position = cached_bytes(models, cache_class(options.engine.cache_type))
     return weights, per_position, models[0].config.max_seq_length

@@ -146,7 +146,7 @@ def load_parameters(
         if is_plain(name) or all(one.scheme == linear.scheme for one in stored):
             targets = pieces(config, name, parameter, ranks)
             for number, (one, (_, rows)) in enumerate(zip(stored, targets, strict=True)):
-                values = one.weight() if is_plain(name) else one.part(part)
+                values = one.weight(rows.dtype) if is_plain(name) else one.part(part)
                 fill_shard(rows, values, spec, number, config, ranks, len(stored) == 1)
         elif part == "codes":
             quantize_into(linear, module, config, stored, ranks)

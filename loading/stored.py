@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from model import Config
@@ -32,12 +33,13 @@ class Stored:
         """Is it stored in full precision?"""
         return self.scheme is None and not self.note
 
-    def weight(self) -> Tensor:
-        """The weights as floats."""
+    def weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weights as floats. Those of a scheme are rounded to `dtype` as they are decoded, so
+        that no float32 copy of the matrix is made."""
         if self.scheme is None:
             return self.floats()
         names = FORMATS[self.scheme].shapes(*self.shape)
-        return dequantize_tensor({name: self.part(name) for name in names}, self.scheme)
+        return dequantize_tensor({name: self.part(name) for name in names}, self.scheme, dtype)
 
 
 class Source(NamedTuple):

@@ -15,8 +15,10 @@ from cli.flags import parse_args
 from cli.main import run
 from cli.memory import check_memory, session_bytes
 from cli.opening import Workload, open_llm
+from loading.checkpoint import load_model
 from loading.target import Target
 from tp import ALONE
+from weights.walker import pack_model, quantized_linears
 
 CPU = torch.device("cpu")
 CHAT = ("--interactive", "--device", "cpu")
@@ -70,6 +72,24 @@ def test_nothing_is_refused_that_fits_to_the_byte(free, rows, length, options):
     assert refusal(args, rows, length).partition(": ")[2].startswith("needs ")
     free(float("inf"))
     check_memory(args, Target(args.model), CPU, ALONE, rows, length)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4-g32", "fp8", "mxfp4"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_weights_count_as_the_processor_holds_them(scheme, dtype):
+    """Where a kernel reads codes, these; else the weights in the dtype of activations."""
+    options = ("--quantize", scheme, "--quantize_head", "none", "--dtype", dtype)
+    counted, *_ = bytes_of(flags(*options))
+    model = load_model(
+        ROOT / "checkpoints/demo", quantize=scheme, dtype=getattr(torch, dtype), pack=False
+    )
+    stored = sum(parameter.nbytes for parameter in model.parameters())
+    linears = quantized_linears(pack_model(model))
+    if scheme == "int8" or (scheme, dtype) == ("int4-g32", "bfloat16"):
+        assert counted == stored
+    else:
+        expanded = sum(linear.expanded_bytes for linear in linears)
+        assert counted == stored + expanded > stored
 
 
 def test_an_eagle_draft_counts_with_its_file(tmp_path):

@@ -117,6 +117,7 @@ class QuantizedLinear(RowsLinear):
     of a few rows is one kernel with the unpacking.
     """
 
+    reads_codes_on_cpu = False  # has it a kernel for them? Otherwise a CPU holds the weights
     has_embedding = False  # does an embedding read rows of the stored parts?
     is_packed = False
     expanded_bytes = 0  # bytes that a product reads beyond the size of the stored parts
@@ -167,6 +168,14 @@ class QuantizedLinear(RowsLinear):
     def parts(self) -> dict[str, Tensor]:
         """The stored parts by name."""
         return {name: getattr(self, name) for name in self.format.shapes(1, self.in_features)}
+
+    def held_bytes(self, device_type: str) -> int:
+        """Bytes of weights that a packed Linear holds on a device."""
+        stored = sum(part.nbytes for part in self.parts().values())
+        if device_type != "cpu" or self.reads_codes_on_cpu:
+            return stored
+        expanded = self.out_features * self.in_features * self.dtype.itemsize
+        return expanded + stored if self.has_embedding else expanded
 
     @torch.no_grad()
     def copy_parts(self, rows: slice, parts: dict[str, Tensor]) -> None:
@@ -285,6 +294,8 @@ class Int8Linear(QuantizedLinear):
     65,504, so with float16 activations the codes are scaled in float32 before the product.
     """
 
+    reads_codes_on_cpu = True
+
     def prepack(self):
         on_cpu = self.codes.device.type == "cpu"
         form = cpu.int8_form(self.codes)
@@ -331,6 +342,11 @@ class Int4Linear(QuantizedLinear):
     to 2^-25 * (|code - 8| + 1) below 6e-5, where its numbers are 2^-24 apart.
     """
 
+    @property
+    def reads_codes_on_cpu(self) -> bool:
+        """In float32 aten's kernel multiplies one number at a time, and is not used."""
+        return self.dtype != torch.float32
+
     operator = None  # set by `prepack` where a kernel fits
     has_slices = False  # can a CPU unpack some outputs at a time?
 
@@ -339,9 +355,8 @@ class Int4Linear(QuantizedLinear):
         num_outputs = math.ceil(self.out_features / 16) * 16
         has_tiles = num_outputs == self.out_features and self.in_features % 32 == 0
         fits_cuda = has_tiles and self.dtype == torch.bfloat16
-        has_kernel = fits_cuda if device == "cuda" else device == "cpu"
-        # In float32 aten's kernel multiplies one number at a time.
-        if not has_kernel or (device == "cpu" and self.dtype == torch.float32):
+        has_kernel = fits_cuda if device == "cuda" else device == "cpu" and self.reads_codes_on_cpu
+        if not has_kernel:
             return super().prepack()
         scale = self.scale.float()
         zero = self.zero.float() + (cpu.KERNEL_CENTER - self.format.center) * scale
