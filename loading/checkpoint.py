@@ -144,9 +144,9 @@ class Checkpoint:
             )
         source = open_folder(self.path, config, tensors, self.layouts, self.spare_tensors)
         if self.is_gguf:
-            from loading.gguf import open_source
+            from loading.gguf import in_blocks
 
-            source = open_source(config, tensors)
+            source = in_blocks(source, tensors)
         stored = source.tensors
         if self.adapter is not None:
             if source.keeps_plain or any(one.scheme for one in stored.values()):

@@ -175,9 +175,9 @@ def open_folder(
     model = empty_model(config, torch.float32)
     headers = expected_tensors(config, model)
     stored = in_floats(headers, read)
-    linears = [sources(config, f"{name}.weight") for name, _ in named_linears(model)]
+    linears = [name for name, _ in named_linears(model)]
+    stacks = [sources(config, f"{name}.weight") for name in ("embed", *linears)]
     with error_prefix(path):
-        stacks = [sources(config, "embed.weight"), *linears]
         matrices = find_matrices(layouts, tensors, headers, stacks)
         for weight, m in matrices.items():
             del headers[weight]
@@ -189,12 +189,13 @@ def open_folder(
         stored |= stored_matrices(matrices)
     notes = {m.layout.note for m in matrices.values()}
     notes |= {one.note for one in stored.values() if not one.near}
-    schemes = {stored[name].scheme for stack in linears for name in stack if name in matrices}
+    weights = {weight for stack in stacks[1:] for weight in stack}
+    schemes = {stored[weight].scheme for weight in weights & matrices.keys()}
     if isinstance(layouts, OwnLayouts):
         schemes = {layouts.block_scheme}
     is_fixed = layouts.is_fixed and bool(matrices)
     scheme = schemes.pop() if is_fixed and len(schemes) == 1 else None
-    return Source(config, stored, tuple(sorted(filter(None, notes))), scheme, is_fixed)
+    return Source(config, linears, stored, tuple(sorted(filter(None, notes))), scheme, is_fixed)
 
 
 def find_matrices(

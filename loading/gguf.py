@@ -4,7 +4,7 @@
     open_model       the same for a model, whose file may be split
     Blocks           one tensor in the mapped file: its weights, or the parts of our scheme that
                      holds them bit for bit
-    open_tensors, open_source   the model as checkpoint.py reads a folder, by Hugging Face names
+    open_tensors, in_blocks   the model as checkpoint.py reads a folder, by Hugging Face names
 
 The header is read here, because the gguf package takes seconds for a vocabulary. The package
 dequantizes the types that no scheme of ours holds.
@@ -33,7 +33,6 @@ from loading.families import FAMILIES
 from loading.plain_files import GGUF_MAGIC, error_prefix, one_line
 from loading.quantization import choose_schemes
 from loading.stored import Source, Stored
-from model import Config
 from weights.formats import dequantize_tensor, row_chunks
 
 # Types of values, with struct's letters for the numbers.
@@ -500,9 +499,9 @@ def experts_of(hf_name: str, stack: Blocks) -> dict[str, Blocks]:
     return tensors
 
 
-def open_source(config: Config, tensors: Mapping[str, Blocks]) -> Source:
-    """A model, with a note on the tensors that no scheme of ours keeps exactly, or whose matrix has
-    others in other types."""
+def in_blocks(source: Source, tensors: Mapping[str, Blocks]) -> Source:
+    """`source` with these tensors as they are stored, and with a note on those that no scheme of
+    ours keeps exactly, or whose matrix has others in other types."""
     stored = {
         name: Stored(
             blocks.shape,
@@ -512,13 +511,13 @@ def open_source(config: Config, tensors: Mapping[str, Blocks]) -> Source:
         )
         for name, blocks in tensors.items()
     }
-    source = Source(config, stored)
+    source = source._replace(tensors=stored)
     schemes = choose_schemes(source, Path())
     exact = {
         name
         for ours, scheme in schemes.items()
         if scheme
-        for name in weight_names.sources(config, f"{ours}.weight")
+        for name in weight_names.sources(source.config, f"{ours}.weight")
     }
     plain_types = collections.Counter()
     num_bytes = 0

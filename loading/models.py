@@ -90,7 +90,7 @@ def empty_model(
         )
         return QuantizedLinear.empty_like(linear, scheme)
 
-    return walker.replace_linears(model, empty)
+    return walker.replace_linears(model, empty) if schemes else model
 
 
 def same_schemes(

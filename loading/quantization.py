@@ -5,14 +5,10 @@ choose_schemes  by what is stored and what the user asks for
 
 from pathlib import Path
 
-import torch
-
 from decoding.errors import UserError
-from loading.models import empty_model
 from loading.stored import Source
 from loading.weight_names import sources
 from weights.schemes import check_head, choose_head_scheme
-from weights.walker import named_linears
 
 # For folders that only we read. Without a quant_method other programs refuse them; for an unknown
 # quant_method transformers warns and loads random weights.
@@ -35,7 +31,7 @@ def choose_schemes(
     else:
         check_head(head_scheme, quantize or near)
     schemes = {}
-    for name, _ in named_linears(empty_model(config, torch.float32)):
+    for name in source.linears:
         stored = [tensors[weight] for weight in sources(config, f"{name}.weight")]
         wanted = quantize
         default = near

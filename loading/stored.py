@@ -49,6 +49,7 @@ class Source(NamedTuple):
     """
 
     config: Config
+    linears: list[str]  # our names, in the order in which they compute
     tensors: dict[str, Stored]  # by the Hugging Face name of a weight, bias, …
     notes: tuple[str, ...] = ()  # for the user
     # The scheme of all blocks, where the folder says that it is quantized to this one.

@@ -84,6 +84,7 @@ def storage(path: Path, quantize: str | None) -> Source:
     hf = read_config_json(file)
     layouts = own_layouts(hf, file)
     schemes = same_schemes(config, layouts.block_scheme, layouts.head_scheme)
+    linears = list(schemes)
     schemes |= dict.fromkeys(layouts.kept)
     if layouts.block_scheme is None and find_layouts(hf) is not None:
         method = hf["quantization_config"]["quant_method"]
@@ -98,7 +99,7 @@ def storage(path: Path, quantize: str | None) -> Source:
     for name, scheme in schemes.items():
         tensors |= dict.fromkeys(sources(config, f"{name}.weight"), Stored((), scheme))
     is_fixed = layouts.block_scheme is not None
-    return Source(config, tensors, scheme=layouts.block_scheme, keeps_plain=is_fixed)
+    return Source(config, linears, tensors, scheme=layouts.block_scheme, keeps_plain=is_fixed)
 
 
 def seconds(row: dict, bandwidth: float, latency: float, link: float) -> float:

@@ -455,18 +455,16 @@ def quantize_tensor(
     format = FORMATS[scheme]
     if row_max is not None and format.scope != "row_max":
         raise UserError(f"{scheme} needs full rows: pass all inputs, without row_max")
-    parts = {}
-    for name, (shape, dtype) in format.shapes(*weight.shape).items():
-        parts[name] = torch.empty(shape, dtype=dtype, device=weight.device)
-    chunks = row_chunks(*weight.shape)
-    if format.scope == "matrix":
-        chunks = [slice(None)]
-    for rows in chunks:
-        inputs = [weight[rows].float()]
-        if row_max is not None:
-            inputs.append(row_max[rows])
-        check_finite(inputs[0])
-        for name, part in format.quantize(*inputs).items():
+    parts = {
+        name: torch.empty(shape, dtype=dtype, device=weight.device)
+        for name, (shape, dtype) in format.shapes(*weight.shape).items()
+    }
+    is_whole = format.scope == "matrix"
+    for rows in [slice(None)] if is_whole else row_chunks(*weight.shape):
+        w = weight[rows].float()
+        check_finite(w)
+        limits = [] if row_max is None else [row_max[rows]]
+        for name, part in format.quantize(w, *limits).items():
             parts[name][rows] = part
     return parts
 

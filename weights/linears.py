@@ -38,6 +38,10 @@ from weights.schemes import SCHEMES
 MAX_KERNEL_ROWS = 16
 FUSING_DEVICE = "cuda"  # its compiler fuses unpacking, multiplying and summing into one kernel
 KERNEL_LANES = 16  # inputs that a CPU's int8 kernel reads at once, even beyond a row's end
+NO_KERNEL = "no kernel here reads them"
+FASTER_INT8 = (
+    "this processor decodes faster in int8 (--quantize int8), which takes up to twice the memory"
+)
 
 
 class RowsLinear(nn.Module):
@@ -89,12 +93,12 @@ class LinearParts(nn.ModuleList):
     def empty_like(cls, linear: nn.Linear, rows: list[int]) -> "LinearParts":
         """Plain Linears of these numbers of outputs, without initial values, that replace
         `linear`."""
-        options = {
-            "bias": linear.bias is not None,
-            "device": linear.weight.device,
-            "dtype": linear.weight.dtype,
-        }
-        return cls(type(linear)(linear.in_features, count, **options) for count in rows)
+        has_bias = linear.bias is not None
+        weight = linear.weight
+        return cls(
+            type(linear)(linear.in_features, count, has_bias, weight.device, weight.dtype)
+            for count in rows
+        )
 
     @property
     def out_features(self) -> int:
@@ -210,9 +214,9 @@ class QuantizedLinear(RowsLinear):
             self.expanded_bytes = weight.nbytes - sum(part.nbytes for part in self.parts().values())
             self.free(*self.parts())
             dtype = str(self.dtype).removeprefix("torch.")
-            warn_no_kernel(self.scheme, f"weights are held in {dtype} instead")
+            note_once(self.scheme, f"{NO_KERNEL}; weights are held in {dtype} instead")
         else:
-            warn_no_kernel(self.scheme, "weights are unpacked for every product: slow")
+            note_once(self.scheme, f"{NO_KERNEL}; weights are unpacked for every product: slow")
 
     @property
     def batch_invariant_rows(self) -> int:
@@ -268,19 +272,9 @@ class QuantizedLinear(RowsLinear):
 
 
 @functools.cache
-def warn_no_kernel(scheme: str, effect: str) -> None:
+def note_once(scheme: str, note: str) -> None:
     """One line on stderr for each scheme."""
-    print(f"the matrices in {scheme}: no kernel here reads them; {effect}", file=sys.stderr)
-
-
-@functools.cache
-def note_faster_int8(scheme: str) -> None:
-    """One line on stderr for each scheme."""
-    print(
-        f"the matrices in {scheme}: this processor decodes faster in int8 (--quantize int8), which"
-        " takes up to twice the memory",
-        file=sys.stderr,
-    )
+    print(f"the matrices in {scheme}: {note}", file=sys.stderr)
 
 
 class Int8Linear(QuantizedLinear):
@@ -376,7 +370,7 @@ class Int4Linear(QuantizedLinear):
             if self.scheme in SCHEMES and cpu.reads_int8_faster(
                 self.out_features * self.in_features
             ):
-                note_faster_int8(self.scheme)
+                note_once(self.scheme, FASTER_INT8)
             # Inductor lowers aten's own operator to this one, but loses the group size inside a
             # region that is compiled once for many layers (torch 2.13).
             self.operator = cpu.INT4_KERNEL
