@@ -110,9 +110,8 @@ class Stack(nn.Module):
         """The weights (experts, out, in) of these experts, or of all."""
         if not self.scheme:
             return self.weight[expert].to(dtype)
-        parts = {}
-        for name, part in self.chosen(expert).items():
-            parts[name] = part.flatten(0, 1)  # (experts, out, …) -> (experts * out, …)
+        chosen = self.chosen(expert)  # (experts, out, …), below (experts * out, …)
+        parts = {name: part.flatten(0, 1) for name, part in chosen.items()}
         if self.uses_words:
             from weights import gpu
 
@@ -129,8 +128,8 @@ class Stack(nn.Module):
 
         format = self.format
         n_inputs = x.size(1)
-        group = getattr(format, "group", 0) or n_inputs
-        if not self.kernel or n_inputs % group:
+        group = self.kernel and (format.group or n_inputs)
+        if not group or n_inputs % group:
             values = self.weights(torch.float32, expert)
             y = gpu.paired_sums([values], x, n_inputs)
         else:

@@ -61,8 +61,6 @@ class RowsLinear(nn.Module):
     def halves(self, x: Tensor) -> tuple[Tensor, ...]:
         """`model.Linear.halves`. Of one row that a GPU's compiler multiplies, two sums, so that it
         fuses what joins the halves to their end."""
-        if not torch.compiler.is_compiling():
-            return self(x).chunk(2, dim=-1)
         rows = x.reshape(-1, self.in_features)
         if not self.is_fused(rows) or rows.size(0) > 1 or self.bias is not None:
             return self(x).chunk(2, dim=-1)
