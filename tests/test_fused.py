@@ -62,15 +62,17 @@ def as_if_on_a_gpu(monkeypatch):
     monkeypatch.setattr(linears, "FUSING_DEVICE", "cpu")
 
 
-@pytest.mark.parametrize("has_embedding", [False, True], ids=["freed", "looked up"])
 @pytest.mark.parametrize("scheme", MX)
-def test_words_are_unpacked_for_prompts(scheme, has_embedding, as_if_on_a_gpu):
-    """The weights, bit for bit; a tied embedding keeps the codes, whose rows it looks up."""
+def test_words_are_unpacked_for_prompts(scheme, as_if_on_a_gpu):
+    """The weights, bit for bit, and the rows that a tied embedding looks up in them."""
     linear, weight = linear_of(scheme)
-    linear.has_embedding = has_embedding
+    embedding = linears.QuantizedEmbedding(linear)
+    num_bytes = sum(part.nbytes for part in linear.parts().values())
     linear.pack()
-    assert linear.codes.is_meta is not has_embedding
+    assert sum(part.nbytes for part in linear.parameters()) == num_bytes
     assert torch.equal(linear.dequantized(torch.float64), weight)
+    tokens = torch.tensor([[3, 5], [23, 3]])
+    assert torch.equal(embedding(tokens), weight[tokens].float())
     x = torch.randn(40, 256)
     assert torch.equal(linear(x), torch.nn.functional.linear(x, weight.float()))
 

@@ -187,7 +187,11 @@ class QuantizedLinear(RowsLinear):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weights (out, in)."""
-        return dequantize_tensor(self.parts(), self.scheme, dtype)
+        return self.decoded(self.parts(), dtype)
+
+    def decoded(self, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """The weights (n, in) of some rows' parts."""
+        return dequantize_tensor(parts, self.scheme, dtype)
 
     @torch.no_grad()
     def pack(self) -> None:
@@ -416,6 +420,8 @@ class MxLinear(QuantizedLinear):
     """A Linear of MX codes. On a GPU it holds them as 32-bit words, which a thread unpacks by
     shifts in a third of the instructions that bytes and tables take (benchmarks/NOTES.md)."""
 
+    has_words = False
+
     def prepack(self):
         if self.codes.device.type != FUSING_DEVICE:
             return super().prepack()
@@ -425,34 +431,32 @@ class MxLinear(QuantizedLinear):
         words = self.codes.new_empty(self.out_features, columns, dtype=torch.int32)
         for rows in row_chunks(self.out_features, self.in_features):
             words[rows] = gpu.pack_words(self.codes[rows], self.format.bits, self.format.group)
-        self.register_buffer("words", words, persistent=False)
-        self.free("codes")
+        self.register_parameter("codes", nn.Parameter(words, False))
+        self.has_words = True
 
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
-        if not hasattr(self, "words"):
-            return super().dequantized(dtype)
+    def decoded(self, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+        if not self.has_words:
+            return super().decoded(parts, dtype)
         from weights import gpu
 
-        parts = {"codes": self.words, "scale": self.scale}
-        decode = functools.partial(gpu.decode_words, self.format)
-        return formats.decode_by_chunks(decode, parts, dtype)
+        return formats.decode_by_chunks(
+            functools.partial(gpu.decode_words, self.format), parts, dtype
+        )
+
+    def is_fused(self, x: Tensor) -> bool:
+        return self.has_words and super().is_fused(x)
 
     def fused_products(self, x: Tensor, outputs: list[slice]) -> list[Tensor]:
-        if not hasattr(self, "words"):
-            return super().fused_products(x, outputs)
         from weights import gpu
 
         _, P = gpu.word_sizes(self.format.bits)
-        x = gpu.in_word_order(x, P, self.format.group)
-        return [self.fused_part(x, rows) for rows in outputs]
+        return super().fused_products(gpu.in_word_order(x, P, self.format.group), outputs)
 
     def fused_part(self, x: Tensor, outputs: slice) -> Tensor:
-        if not hasattr(self, "words"):
-            return super().fused_part(x, outputs)
         from weights import gpu
 
         format = self.format
-        codes = gpu.unpack_words(self.words[outputs], format.bits)
+        codes = gpu.unpack_words(self.codes[outputs], format.bits)
         values = [format.elements(code) for code in codes]
         scale = format.group_scale({"scale": self.scale[outputs]})
         return gpu.grouped_sums(values, x, scale, factor=format.factor)
@@ -481,7 +485,7 @@ class QuantizedEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         head = self.head
         rows = {name: part[tokens.flatten()] for name, part in head.parts().items()}
-        weights = dequantize_tensor(rows, head.scheme, head.dtype)  # (B * T, D)
+        weights = head.decoded(rows, head.dtype)  # (B * T, D)
         return weights.view(*tokens.shape, head.in_features)
 
 
