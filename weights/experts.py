@@ -78,8 +78,8 @@ class Stack(nn.Module):
             reason = "on a GPU all of them need the same"
             raise UserError(f"experts of a layer are stored in several formats; {reason}")
         self.register_parameter("bias", None)
-        names = first.parts() if self.scheme else ["weight"]
-        for name in names:
+        self.part_names = first.part_names if self.scheme else ("weight",)
+        for name in self.part_names:
             self.move(linears, name)
         if first.bias is not None:
             self.move(linears, "bias")
@@ -103,8 +103,7 @@ class Stack(nn.Module):
 
     def chosen(self, expert: Tensor | slice) -> dict[str, Tensor]:
         """The parts of these experts."""
-        names = self.format.shapes(1, self.in_features)
-        return {name: getattr(self, name)[expert] for name in names}
+        return {name: getattr(self, name)[expert] for name in self.part_names}
 
     def weights(self, dtype: torch.dtype, expert: Tensor | slice = slice(None)) -> Tensor:
         """The weights (experts, out, in) of these experts, or of all."""

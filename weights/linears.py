@@ -134,6 +134,7 @@ class QuantizedLinear(RowsLinear):
         like = next(linear.parameters())
         self.dtype = getattr(linear, "dtype", like.dtype)  # of activations
         shapes = self.format.shapes(self.out_features, self.in_features)
+        self.part_names = tuple(shapes)
         if linear.bias is not None:
             shapes["bias"] = ((self.out_features,), linear.bias.dtype)
         for name, (shape, part_dtype) in shapes.items():
@@ -169,7 +170,7 @@ class QuantizedLinear(RowsLinear):
 
     def parts(self) -> dict[str, Tensor]:
         """The stored parts by name."""
-        return {name: getattr(self, name) for name in self.format.shapes(1, self.in_features)}
+        return {name: getattr(self, name) for name in self.part_names}
 
     def held_bytes(self, device_type: str) -> int:
         """Bytes of weights that a packed Linear holds on a device."""
