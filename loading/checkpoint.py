@@ -34,7 +34,7 @@ from loading.files import (
     text_model_tensors,
 )
 from loading.folder import open_folder, own_layouts
-from loading.models import allocate, empty_model, load_weights
+from loading.models import allocate, check_shards, empty_model, load_weights
 from loading.plain_files import error_prefix, is_gguf, one_line, plain_file
 from loading.quantization import QUICKDRAFT_CONFIG, choose_schemes
 from loading.stored import Source
@@ -186,9 +186,11 @@ class Checkpoint:
         ranks = tp or ALONE
         source = self.source
         schemes = choose_schemes(source, self.path, quantize, head_scheme)
-        ranks.check_same(self.fingerprints)
         with error_prefix(self.path):
-            model = allocate(empty_model(source.config, dtype, schemes, ranks), device)
+            check_shards(source.config, schemes, ranks.world)
+            model = empty_model(source.config, dtype, schemes, ranks)
+        ranks.check_same(self.fingerprints)
+        allocate(model, device)
         total = sum(parameter.nbytes for parameter in model.parameters())
         desc = f"load {self.path.name}"
         bar = tqdm(

@@ -98,7 +98,7 @@ class Renamed:
             name, types = self.names.get(part) or (part, (stored_type(dtype),))
             if self.names and part == "global_scale":
                 shape = m.shape_of_number(name)
-            if types == UNSIGNED_WORDS:  # of four bytes
+            if self.names and types == UNSIGNED_WORDS:  # of four bytes
                 shape = (m.rows, shape[1] // 4)
             headers[name] = (shape, types)
         return headers
@@ -162,40 +162,48 @@ def open_folder(
 ) -> Source:
     """A folder in these layouts: OwnLayouts, or another program's detection.Layouts. `spare` as in
     check_headers. UserError names a tensor or a setting that cannot be read."""
-    tensors = {name: stored for name, stored in tensors.items() if not name.endswith(UNUSED)}
-    if config.tie_embeddings:  # quantize.py writes a quantized head under its own name
-        tensors = {
-            re.sub(r"^lm_head\.(?!weight$)", "model.embed_tokens.", name): stored
-            for name, stored in tensors.items()
-        }
-
-    def read(name: str) -> Tensor:
-        return tensors[name][...]
-
+    tensors = used_tensors(config, tensors)
     model = empty_model(config, torch.float32)
     headers = expected_tensors(config, model)
-    stored = in_floats(headers, read)
+    stored = in_floats(headers, lambda name: tensors[name][...])
     linears = [name for name, _ in named_linears(model)]
     stacks = [sources(config, f"{name}.weight") for name in ("embed", *linears)]
     with error_prefix(path):
         matrices = find_matrices(layouts, tensors, headers, stacks)
-        for weight, m in matrices.items():
-            del headers[weight]
-            headers |= {f"{m.name}.{part}": header for part, header in m.layout.tensors(m).items()}
-            for zeros in (f"{m.name}.{part}" for part in ZEROS):
-                if zeros in tensors and zeros not in headers and not read(zeros).float().any():
-                    del tensors[zeros]
+        expect_quantized(headers, tensors, matrices)
         check_headers(path, headers, tensors, config.tie_embeddings, spare)
         stored |= stored_matrices(matrices)
     notes = {m.layout.note for m in matrices.values()}
     notes |= {one.note for one in stored.values() if not one.near}
-    weights = {weight for stack in stacks[1:] for weight in stack}
-    schemes = {stored[weight].scheme for weight in weights & matrices.keys()}
+    is_fixed = layouts.is_fixed and bool(matrices)
+    inner = {weight for stack in stacks[1:] for weight in stack}
+    schemes = {stored[weight].scheme for weight in inner & matrices.keys()}
     if isinstance(layouts, OwnLayouts):
         schemes = {layouts.block_scheme}
-    is_fixed = layouts.is_fixed and bool(matrices)
     scheme = schemes.pop() if is_fixed and len(schemes) == 1 else None
     return Source(config, linears, stored, tuple(sorted(filter(None, notes))), scheme, is_fixed)
+
+
+def used_tensors(config: Config, tensors: dict) -> dict:
+    """Without unused scales. The parts of a tied head, which quantize.py writes under the head's
+    name, have that of the embedding."""
+    tensors = {name: stored for name, stored in tensors.items() if not name.endswith(UNUSED)}
+    if not config.tie_embeddings:
+        return tensors
+    head_parts = re.compile(r"lm_head\.(?!weight$)")
+    return {head_parts.sub("model.embed_tokens.", name): tensors[name] for name in tensors}
+
+
+def expect_quantized(headers: dict[str, tuple], tensors: dict, matrices: dict[str, Matrix]) -> None:
+    """Put the headers of quantized matrices in place of their weights'. Tensors of zeros that some
+    writers add are deleted."""
+    for weight, m in matrices.items():
+        del headers[weight]
+        headers |= {f"{m.name}.{part}": header for part, header in m.layout.tensors(m).items()}
+        for part in ZEROS:
+            name = f"{m.name}.{part}"
+            if name in tensors and name not in headers and not m.get(part).float().any():
+                del tensors[name]
 
 
 def find_matrices(

@@ -71,8 +71,6 @@ def empty_model(
     ({"layers.3.attention.qkv.0": "q4_k"}); None, or no entry: full precision. UserError for inputs
     that do not divide.
     """
-    groups = [formats.format_of(scheme).group for scheme in schemes.values() if scheme]
-    check_divisible(config, ranks.world, max(groups, default=0))
     with torch.device("meta"):
         model = to_dtype(Transformer(config), dtype)
     shrink_to_shard(model, ranks)
@@ -91,6 +89,12 @@ def empty_model(
         return QuantizedLinear.empty_like(linear, scheme)
 
     return walker.replace_linears(model, empty) if schemes else model
+
+
+def check_shards(config: Config, schemes: Mapping[str, str | None], world: int) -> None:
+    """UserError for sizes, or groups that share a scale, that do not divide over the ranks."""
+    groups = [formats.format_of(scheme).group for scheme in schemes.values() if scheme]
+    check_divisible(config, world, max(groups, default=0))
 
 
 def same_schemes(
@@ -256,7 +260,9 @@ def random_model(
     """A model of random weights: normal(0, 0.02) matrices, unit norms and zero biases, drawn on the
     device and quantized one by one. Every rank draws all numbers and keeps its shard."""
     ranks = tp or ALONE
-    model = empty_model(config, dtype, same_schemes(config, quantize, head_scheme), ranks)
+    schemes = same_schemes(config, quantize, head_scheme)
+    check_shards(config, schemes, ranks.world)
+    model = empty_model(config, dtype, schemes, ranks)
     headers = expected_tensors(config, empty_model(config, dtype))
     generator = torch.Generator(device=device).manual_seed(seed)
 

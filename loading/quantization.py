@@ -3,10 +3,11 @@
 choose_schemes  by what is stored and what the user asks for
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from decoding.errors import UserError
-from loading.stored import Source
+from loading.stored import Source, Stored
 from loading.weight_names import sources
 from weights.schemes import check_head, choose_head_scheme
 
@@ -22,7 +23,6 @@ def choose_schemes(
     ones ("layers.0.attention.qkv.2"), for the user's `quantize`, and `head_choice` as in
     choose_head_scheme. UserError names a `path` that is stored in another scheme."""
     config = source.config
-    tensors = source.tensors
     near, _ = source.nearest
     head_scheme = choose_head_scheme(None if source.scheme else quantize, head_choice)
     if source.scheme:
@@ -32,22 +32,27 @@ def choose_schemes(
         check_head(head_scheme, quantize or near)
     schemes = {}
     for name in source.linears:
-        stored = [tensors[weight] for weight in sources(config, f"{name}.weight")]
-        wanted = quantize
-        default = near
+        stored = [source.tensors[weight] for weight in sources(config, f"{name}.weight")]
         if name == "lm_head":
-            wanted = head_scheme
-            default = None
+            schemes |= choose_parts(name, stored, head_scheme, None)
         elif source.keeps_plain and all(one.is_float for one in stored):
-            wanted = None
-        each = [wanted or one.scheme or (default if one.near else None) for one in stored]
-        if len({*each}) == 1:
-            schemes[name] = each[0]
-        elif "experts" in name:  # their kernels take all of them at once
-            schemes[name] = near
+            schemes[name] = None
         else:
-            schemes |= {f"{name}.{i}": scheme for i, scheme in enumerate(each)}
+            schemes |= choose_parts(name, stored, quantize, near)
     return schemes
+
+
+def choose_parts(
+    name: str, stored: Sequence[Stored], wanted: str | None, near: str | None
+) -> dict[str, str | None]:
+    """The scheme of one Linear, or those of its sources: the wanted one, the stored one, or `near`
+    for what no scheme holds."""
+    each = [wanted or one.scheme or (near if one.near else None) for one in stored]
+    if len({*each}) == 1:
+        return {name: each[0]}
+    if "experts" in name:  # their kernels take all of them at once
+        return {name: near}
+    return {f"{name}.{i}": scheme for i, scheme in enumerate(each)}
 
 
 def refuse_other_schemes(

@@ -29,7 +29,7 @@ from decoding.errors import UserError
 from loading.checkpoint import Checkpoint, find_layouts, read_config
 from loading.files import read_config_json
 from loading.folder import own_layouts
-from loading.models import empty_model, same_schemes
+from loading.models import check_shards, empty_model, same_schemes
 from loading.plain_files import is_gguf
 from loading.quantization import choose_schemes
 from loading.stored import Source, Stored
@@ -51,6 +51,7 @@ def plan(
     """Rank 0 of `world`, in bytes: the weights that it holds, the weights that a step reads and,
     with `context` cached tokens, the keys and values, and a step's collectives. `schemes` as in
     models.empty_model. UserError for a model that tp.py cannot divide."""
+    check_shards(config, schemes, world)
     model = empty_model(config, dtype, schemes, Ranks(0, world))
     kv_bytes = position_bytes(model)
     _, kv_heads = model.layers[0].attention.heads()

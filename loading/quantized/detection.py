@@ -122,8 +122,9 @@ def find_layouts(hf: dict) -> Layouts:
     settings = hf.get(ENTRY)
     if not isinstance(settings, dict):
         raise UserError(f"config.json: {ENTRY} = {short_repr(settings)} is not supported")
-    check(settings, quant_method=tuple(METHODS))
-    method = settings["quant_method"]
+    method = settings.get("quant_method")
+    is_gpt_oss = hf.get("model_type") == "gpt_oss"
+    check(settings, quant_method=tuple(name for name in METHODS if name != "mxfp4" or is_gpt_oss))
     family = family_of(hf)
     prefixes = family.prefixes if family else {}
     override = OVERRIDES.get(method, lambda settings, names: settings)
