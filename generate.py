@@ -21,6 +21,7 @@ if __name__ == "__main__":
     raise SystemExit(main())
 
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -92,12 +93,10 @@ def decode(
 
 # ------------------------------------------------------------------------------ text in, text out
 
-END = object()  # closes an iterator of answers
-
 
 def calibrate_auto(engine) -> None:
     """Measure what steps and rounds cost, which an engine with speculate_k = "auto" chooses by."""
-    if engine.speculate_k == "auto":
+    if engine.planner.speculate_k == "auto":
         engine.calibrate(Sampling(DEFAULT_TEMPERATURE))
 
 
@@ -315,8 +314,9 @@ class LLM:
             from decoding.engine import Engine
 
             options = replace(old.options, logits_processor=logits_processor)
-            drafter = old.drafter if old.has_drafter else None
-            self.engine = Engine(old.model, old.batch_size, old.max_seq_length, options, drafter)
+            self.engine = Engine(
+                old.model, old.batch_size, old.max_seq_length, options, old.drafter
+            )
             calibrate_auto(self.engine)
 
     def __reduce__(self):
@@ -374,14 +374,11 @@ class LLM:
         started = []
         try:
             while not interrupts:
-                answer = None
-                while len(self.engine.requests) < self.engine.batch_size:
-                    answer = next(answers, END)
-                    if answer is END:
-                        break
+                num_free = self.engine.batch_size - len(self.engine.requests)
+                for answer in itertools.islice(answers, max(0, num_free)):
                     started.append(answer)
                     self.start(answer)
-                if answer is END and not started:
+                if num_free > 0 and not started:
                     return
                 with self.lock:
                     if self.running:

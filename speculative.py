@@ -3,6 +3,7 @@ distribution.
 
     acceptance, residual, accept    rejection sampling: two formulas, and the decision of every
                                     round, token by token or for the whole block
+    Rule                            this decision as an object, for one of your own
     speculate                       the whole idea, for one prompt: read it first
     decode_round                    the step of an engine's batch, of which plain decoding is the
                                     case K = 0
@@ -39,21 +40,14 @@ from model import Caches, Transformer
 # ------------------------------------------------------------------------------------------ accept
 
 
-def acceptance(
-    p: Tensor,
-    q: Tensor,
-) -> Tensor:
+def acceptance(p: Tensor, q: Tensor) -> Tensor:
     """The probability min(1, p / q) of keeping a drafted token (L, section 2.3); 0 where q is 0,
     because such a token was not drawn from q. p target, q draft, any shape."""
     ratio = (p / q).clamp(max=1)
     return torch.where(q > 0, ratio, 0)
 
 
-def residual(
-    p: Tensor,
-    q: Tensor,
-    factor: Tensor | float = 1.0,
-) -> Tensor:
+def residual(p: Tensor, q: Tensor, factor: Tensor | float = 1.0) -> Tensor:
     """norm(max(0, factor * p - q)) (..., V), the distribution that replaces a rejected token (L,
     algorithm 1). It is p itself, with p's bits, in rows where q is 0: their token is drawn as in
     plain decoding. It is p too where rounding makes the sum 0: p = q is never rejected."""
@@ -149,16 +143,44 @@ def accept(
     return n, token
 
 
+class Rule:
+    """How a round keeps drafted tokens. This one preserves the target's distribution, by whole
+    blocks or token by token. A rule of one's own overrides both methods, and says whether it
+    `is_lossless`."""
+
+    is_lossless = True
+
+    def __init__(self, block: bool = True):
+        self.block = block
+
+    def accept(
+        self,
+        draft_tokens: Tensor,
+        draft_probs: Tensor,
+        target_probs: Tensor,
+        noise: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """n_accepted and next_token, as of the function `accept`."""
+        return accept(draft_tokens, draft_probs, target_probs, noise=noise, block=self.block)
+
+    def expected(self, p: Tensor, q: Tensor) -> Tensor:
+        """The probability (B, K) that a token drawn from q (B, K, V) is kept where the target has p
+        (B, K, V); sum(min(p, q)) is that of `acceptance` (L, corollary 3.6)."""
+        return torch.minimum(p, q).sum(dim=-1)
+
+
+RULES = {"block": Rule(), "token": Rule(block=False)}  # by their names in EngineOptions
+
 # -------------------------------------------------------------------------------------- speculate
 
 
 class Plan(NamedTuple):
     """What a step asks of a drafter: K tokens for every row, none of which has more than `length`
-    decided tokens. `runs_model`: does one row or more take the draft of its model?"""
+    decided tokens. `requests`: an engine's (row, request) pairs."""
 
     k: int
     length: int
-    runs_model: bool = True
+    requests: Sequence = ()
 
 
 class Text:
@@ -194,11 +216,7 @@ class Text:
         """The last decided token (1, 1)."""
         return self.tokens.gather(1, self.pos[:, None])
 
-    def noise(
-        self,
-        pos: Tensor,
-        purpose: int = PLAIN_DRAW,
-    ) -> Tensor:
+    def noise(self, pos: Tensor, purpose: int = PLAIN_DRAW) -> Tensor:
         """Uniform numbers (1, T) for tokens at pos (1, T): those of plain decoding, or for another
         purpose this round's own."""
         seed = self.seed[:, None].expand_as(pos)
@@ -333,12 +351,11 @@ def verify(
     # took part in the decision too, so using them again would bias the text.
     drafted_pos = state.pos[:, None] + torch.arange(1, K + 1, device=p.device)  # (B, K)
     noise = (state.noise(drafted_pos, ACCEPT), to_draw)  # (B, K), (B, K + 1)
-    # Greedy decoding gains nothing from deciding about a whole block.
-    is_greedy = state.sampling_path == sampling.GREEDY
-    block = state.verifies_blocks and not is_greedy
-    n, token = accept(draft_tokens, draft_probs, p, noise=noise, block=block)  # (B,), (B,)
-    shared = torch.minimum(p[:, :K], draft_probs)  # (B, K, V)
-    overlap = shared.sum(dim=-1)  # (B, K)
+    rule = RULES.get(state.verification, state.verification)
+    if rule.is_lossless and state.sampling_path == sampling.GREEDY:
+        rule = RULES["token"]  # deciding about whole blocks gains nothing here
+    n, token = rule.accept(draft_tokens, draft_probs, p, noise)  # (B,), (B,)
+    overlap = rule.expected(p[:, :K], draft_probs)  # (B, K)
     is_drafted = draft_probs.amax(dim=-1) != 0  # (B, K)
     overlap = torch.where(is_drafted, overlap, NO_DRAFT)
     has_no_draft = state.done | ~is_drafted[:, 0]

@@ -264,7 +264,7 @@ class Speculation:
         options = {"sampling": Sampling(0), "max_new_tokens": 24 if self.args.tiny else 256}
         forbid = functools.partial(forbid_sync_and_recompile, self.engine.device)
         vocab_size = self.engine.model.config.vocab_size
-        self.engine.costs = measure_costs(self.args, self.engine)
+        self.engine.planner.costs = measure_costs(self.args, self.engine)
         races = []
         for number in range(self.args.rounds):
             prompt = [997 * (number + 1) % vocab_size]

@@ -51,12 +51,12 @@ class DraftComparison:
         hybrid = self.engines["hybrid"]
         costs = hybrid.calibrate(Sampling(0))
         for engine in self.engines.values():
-            ks = engine.drafter.draft_lengths("auto")
+            ks = engine.planner.ks
             runs_model = engine.drafter.model is not None
             draft_s = {k: costs.draft_s[k] * runs_model for k in (0, *ks)}
             shared = Costs(costs.decode_s, draft_s, {k: costs.verify_s[k] for k in ks})
-            engine.measured_costs = {1: {0: shared}}
-            engine.costs = shared
+            engine.planner.measured_costs = {1: {0: shared}}
+            engine.planner.costs = shared
 
     def answer(self, name: str, request: dict) -> dict:
         """Tokens/s of this engine's greedy answer, tokens in the time of a plain step by the
@@ -72,7 +72,7 @@ class DraftComparison:
         )
         ids = [id for _, id in pairs]
         tokens_per_round = speculative(engine, [timing])["tokens_per_round"]
-        costs = [record.costs.round(record.k, record.runs_model) for record in timing.records]
+        costs = [record.costs.round(record.k, record.runs_drafter) for record in timing.records]
         num_decoded = len(ids) - 1
         return {
             "ids": ids,

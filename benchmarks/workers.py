@@ -187,7 +187,7 @@ def race(
     seconds, texts = [], []
     for speculate_k in (0, k):
         engine.clear()
-        engine.speculate_k, timing = speculate_k, Timing()
+        engine.planner.speculate_k, timing = speculate_k, Timing()
         pairs = engine.generate([prompt], timing=timing, **options)
         ids = [next(pairs)[1]]
         with decoding():

@@ -179,7 +179,7 @@ def default_batch_size(
     if K == "auto":
         K = max(drafter.auto_k)
     models = [model]
-    if drafter is not None and drafter.owns_cache:
+    if drafter is not None and drafter.window:
         models.append(drafter.model)
     per_position = cached_bytes(models, cache_class(options.engine.cache_type))
     max_fitting = free_memory(model.norm.weight.device) / 2 // ((length + K) * per_position)

@@ -100,9 +100,9 @@ def write_report(options: Options, answers: Collection[RowAnswer], engine: Engin
     about = {
         "id": Path(options.model.source).name,
         "draft": options.draft.source and str(options.draft.source),
-        "k": engine.speculate_k,
+        "k": engine.planner.speculate_k,
         "greedy_text": greedy_text(engine),
-        "plain_tok_s": 1 / engine.costs.decode_s if engine.costs else None,
+        "plain_tok_s": 1 / engine.planner.costs.decode_s if engine.planner.costs else None,
         "plain_source": "as calibrated before the run",
     }
     data = {"about": about, "answers": [section(answer, engine) for answer in answers]}
@@ -130,7 +130,7 @@ def section(answer: RowAnswer, engine: Engine) -> dict:
         token = token_of(answer, i, texts[i], number + 1, end_times[number], 0)
         tokens.append(token.as_json())
     figures = []
-    if engine.has_drafter:
+    if engine.drafter is not None:
         figures = summary(speculative(engine, [Timing([request])], 0))
     return {
         "prompt": row.prompt.text,

@@ -78,23 +78,24 @@ def bytes_read(engine: Engine, timing: Timing) -> int:
     """Bytes that the steps after the prompt read, of target and draft: weights as held, keys and
     values attended."""
     weights = functools.cache(weight_bytes)
+    runners = [engine.runner]
+    if engine.drafter is not None and engine.drafter.model is not None:
+        runners.append(engine.drafter.runner)
     per_position = {
-        runner.model: position_bytes(runner.model, runner.cache_type)
-        for runner in (engine.runner, engine.drafter.runner)
-        if runner is not None
+        runner.model: position_bytes(runner.model, runner.cache_type) for runner in runners
     }
 
     def cached(model: Transformer, positions: Sequence[int], ahead: int) -> int:
         return sum(attended_bytes(per_position[model], n + ahead) for n in positions)
 
-    target, *draft_models = engine.models
+    target, *draft_models = [runner.model for runner in runners]
     read = 0
     for step in timing.records:
         rows = len(step.positions)
         read += weights(target, rows * (step.k + 1))
         read += cached(target, step.positions, step.k)
-        num_passes = engine.drafter.passes(step.k) * step.runs_model
         for draft in draft_models:
+            num_passes = engine.drafter.passes(step.k) * step.runs_drafter
             for i in range(num_passes):
                 read += weights(draft, rows)
                 read += cached(draft, step.positions, i)
@@ -169,7 +170,7 @@ def speculative(engine: Engine, timings: Sequence[Timing], row: int | None = Non
     of each; None without a drafter. draft_s and verify_s are sums over steps, which rows share.
     Everything else is averaged per row. Values that need calibrated costs or a drafted token are
     None if there are none."""
-    if not engine.has_drafter:
+    if engine.drafter is None:
         return None
     requests = []
     for timing in timings:
@@ -180,7 +181,7 @@ def speculative(engine: Engine, timings: Sequence[Timing], row: int | None = Non
     positions = range(max(counts.rounds, default=0))
     return {
         "greedy_text": greedy_text(engine),
-        "k": engine.speculate_k,
+        "k": engine.planner.speculate_k,
         "rounds": rounds,
         "rounds_by_k": dict(sorted(counts.rounds.items())),
         "drafted": counts.num_drafted,
@@ -198,6 +199,8 @@ def speculative(engine: Engine, timings: Sequence[Timing], row: int | None = Non
 
 def greedy_text(engine: Engine) -> str:
     """How greedy text with drafts compares with plain greedy text."""
+    if not getattr(engine.options.verification, "is_lossless", True):
+        return "lossy"
     return "identical" if engine.identical else "up to rounding"
 
 
@@ -243,7 +246,7 @@ def speed_ups(counts: RowStatistics, requests: Sequence[Request]) -> dict:
             if not covers(step.costs, [step.k]):
                 return figures
             plain_s += n * step.costs.decode_s
-            cost += step.costs.round(step.k, step.runs_model)
+            cost += step.costs.round(step.k, step.runs_drafter)
             has_rounds |= step.k > 0
     seconds = sum(request.decode_s for request in requests)
     if counts.num_drafted and seconds > 0:
@@ -311,14 +314,18 @@ def decode_lines(timings: Sequence[Timing], engine: Engine) -> list[str]:
     bandwidth = median_and_range(rates)
     per_rank = " by each rank" if engine.ranks.world > 1 else ""
     lines = [f"decode {tokens} tok/s, {bandwidth} GB/s read{per_rank}"]
-    if engine.has_drafter:
+    if engine.drafter is not None:
         lines += summary(speculative(engine, timings))
-    if engine.has_outgrown_draft:
-        limit = engine.drafter.max_positions
-        lines.append(
-            f"  the draft's context ends at {limit} positions; texts decode plainly beyond it"
-        )
+        lines += outgrown(timings, engine.drafter.max_positions)
     return lines
+
+
+def outgrown(timings: Sequence[Timing], limit: float) -> list[str]:
+    """A line if a text has gone beyond a draft's context of `limit` positions."""
+    requests = [request for timing in timings for request in timing.requests]
+    if all(request.num_positions <= limit for request in requests):
+        return []
+    return [f"  the draft's context ends at {limit} positions; texts decode plainly beyond it"]
 
 
 def report(timings: Sequence[Timing], engine: Engine) -> None:

@@ -30,7 +30,7 @@ def warm_up(engine: Engine, sampling: Sampling, paths: Sequence[str]) -> None:
             with compiling(step):
                 seconds = engine.warm_up(path)
             print_status(f"compiled {step} in {seconds:.1f} s")
-    if engine.runs_rounds:
+    if engine.planner.ks:
         with defer_interrupts() if engine.compile else contextlib.nullcontext():
             engine.calibrate(sampling)
 

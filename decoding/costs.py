@@ -22,8 +22,7 @@ def expected_tokens(alpha: float, k: int) -> float:
 @dataclass
 class Costs:
     """Calibrated costs in seconds: `decode_s` of the target in a plain step, `draft_s` and
-    `verify_s` of a round by its K. draft_s[0] is what the drafter costs in a plain step, where it
-    only takes in the new token."""
+    `verify_s` of a round by its K."""
 
     decode_s: float
     draft_s: dict[int, float] = field(default_factory=dict)
@@ -37,11 +36,11 @@ class Costs:
         """Cost of verifying K + 1 positions, in plain steps."""
         return self.verify_s[k] / self.decode_s
 
-    def round(self, k: int, runs_model: bool = True) -> float:
-        """Cost of a step that drafts k tokens, in plain steps without a drafter; `runs_model`: does
-        the drafter's model run?"""
+    def round(self, k: int, runs_drafter: bool = True) -> float:
+        """Cost of a step that drafts k tokens, in plain steps without a drafter; `runs_drafter`:
+        False where the draft is known already."""
         target_s = self.verify_s[k] if k else self.decode_s
-        return (self.draft_s.get(k, 0.0) * runs_model + target_s) / self.decode_s
+        return (self.draft_s.get(k, 0.0) * runs_drafter + target_s) / self.decode_s
 
     def speedup(
         self,

@@ -77,15 +77,13 @@ class DraftLength:
         alpha = (self.overlap + optimism) / (self.weight + optimism)
         return self.costs.best(alpha, self.draft_share)
 
-    def best_for(
-        self, expected: Sequence[list[float]], runs_model: bool = True
-    ) -> tuple[int, float]:
+    def best_for(self, expected: Sequence[list[float]]) -> tuple[int, float]:
         """K with the largest gain by what is expected of each row, and that gain. A round has to
-        gain more than a plain step."""
+        gain more than a plain step. Such a draft is known already, and costs nothing."""
         gains = []
         for k in (0, *self.costs.verify_s):
             num_drafted = sum(sum(row[:k]) for row in expected)
-            cost = self.costs.round(k, runs_model) * (MIN_GAIN if k else 1.0)
+            cost = self.costs.round(k, runs_drafter=False) * (MIN_GAIN if k else 1.0)
             gain = (1 + num_drafted / len(expected)) / cost
             gains.append((gain, k))
         gain, k = max(gains)

@@ -26,40 +26,55 @@ others. And on a GPU the host reads a few steps late, by a number of steps that 
 other rows' prompts run.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 MAX_SEEDS = 1 << 18  # that are known to be used, some 100 bytes each
 
 
 class Memory:
-    """What was learned from the texts of some requests. `figures`: the drafter's own, as of
-    Drafter.figures_type; `draft_length`: draft_length.DraftLength, made by the engine."""
+    """What was learned from the texts of some requests. `draft_length`: draft_length.DraftLength,
+    made by the engine."""
 
-    def __init__(self, figures: object, is_shared: bool):
-        self.figures = figures
+    def __init__(self, is_shared: bool):
         self.is_shared = is_shared
         self.draft_length = None
+        self.figures: dict[type, object] = {}
+
+    def of(self, kind: type) -> object:
+        """A drafter's own figures of this kind, which begin as kind()."""
+        if kind not in self.figures:
+            self.figures[kind] = kind()
+        return self.figures[kind]
 
 
 class DraftPlan(NamedTuple):
-    """What the requests of one memory draft in a step. `suffix_requests` and `runs_model` are as
-    of drafts.base.Drafter; `costs` those that the plan was made by."""
+    """What the requests of one memory draft in a step. `expected`: as of drafts.base.Drafter, for
+    each of them; `window`: the drafter's; `costs` those that the plan was made by."""
 
     memory: Memory
     requests: Sequence
     k: int = 0
     costs: object = None
-    suffix_requests: Collection = frozenset()
-    runs_model: bool = True
+    expected: Sequence[list[float] | None] = ()
+    window: int = 0
+
+    @property
+    def runs_drafter(self) -> bool:
+        """Is a draft computed whose acceptance is not known beforehand?"""
+        return self.k > 0 and None in self.expected
+
+    @property
+    def fills_cache(self) -> bool:
+        """Does the drafter's own cache follow this step?"""
+        return self.k > 0 and self.window > 0
 
 
 class Memories:
-    """The memory of each request, by the rule above. `figures_type`: as of Drafter."""
+    """The memory of each request, by the rule above."""
 
-    def __init__(self, figures_type: type):
-        self.figures_type = figures_type
-        self.shared = Memory(figures_type(), is_shared=True)
+    def __init__(self):
+        self.shared = Memory(is_shared=True)
         self.seeds: dict[int, None] = {}  # of sampled requests, the oldest first
 
     def assign(self, request, others: Iterable) -> None:
@@ -72,7 +87,7 @@ class Memories:
             sharing = [other for other in others if other.noise_seed == seed]
             for same_seed in (request, *sharing):
                 if same_seed.memory is self.shared:
-                    same_seed.memory = Memory(self.figures_type(), is_shared=False)
+                    same_seed.memory = Memory(is_shared=False)
         elif len(self.seeds) == MAX_SEEDS:
             del self.seeds[next(iter(self.seeds))]
         self.seeds[seed] = None

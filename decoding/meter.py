@@ -1,12 +1,13 @@
 """What is measured and learned of a step, once the host has read what it decided.
 
-    Meter       makes the records of steps and tokens, and tells the drafter and DraftLength how
-                drafting went
+    Meter       makes the records of steps and tokens, tells DraftLength how drafting went, and
+                warns once of a draft whose first tokens are accepted no more often than by chance
 
 No step waits for this file. What the next steps do follows from it only through a memory's
-DraftLength and a drafter's figures, which choose how many tokens are drafted.
+DraftLength, which chooses how many tokens are drafted.
 """
 
+import sys
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,6 +16,11 @@ from decoding.memory import DraftPlan
 from decoding.readback import StepResult, seconds_between, step_times
 from decoding.scheduler import Request
 from decoding.statistics import StepRecord
+
+MIN_ROUNDS = 48  # before a draft is judged by its acceptance
+# A head that reads a neighbouring layer's states has an acceptance of about 0.1, with the right
+# ones 0.45 (vllm-project/vllm#43671).
+CHANCE = 0.1
 
 
 class Decided(NamedTuple):
@@ -26,12 +32,14 @@ class Decided(NamedTuple):
 
 
 class Meter:
-    """The records of one engine's steps. `drafter`: drafts.base.Drafter; without `runs_rounds`
-    nothing is recorded of drafts."""
+    """The records of one engine's steps; of drafts only if it `runs_rounds`. `advice` says what may
+    be wrong with a draft of which hardly any token is accepted; None: say nothing."""
 
-    def __init__(self, drafter, runs_rounds: bool):
-        self.drafter = drafter
+    def __init__(self, runs_rounds: bool, advice: str | None = None):
         self.runs_rounds = runs_rounds
+        self.advice = advice
+        self.num_rounds = 0  # of rows that the drafter's model drafted for
+        self.total_overlap = 0.0  # of their first tokens
         self.read_at = 0.0  # time.perf_counter of the last read
 
     def record(self, step, result: StepResult, decided: Sequence[Decided]) -> None:
@@ -73,30 +81,38 @@ class Meter:
             verify_s,
             positions,
             step.costs,
-            step.runs_model,
+            step.runs_drafter,
         )
 
     def observe(self, step, result: StepResult, decided: Sequence[Decided]) -> None:
-        """Tell the drafter and DraftLength how a step went, memory by memory."""
+        """Tell DraftLength how a round went, memory by memory, in rows whose draft's acceptance was
+        not known beforehand."""
         for plan in step.plans:
-            mine = [row for row in decided if row.request in plan.requests]
-            drawn = [row for row in mine if row.request not in plan.suffix_requests]
+            unknown = {request for request, row in zip(plan.requests, plan.expected) if row is None}
+            drawn = [row for row in decided if row.request in unknown]
             if plan.k and drawn:
                 self.observe_round(plan, result, drawn)
-            if mine and result.times:
-                num_tokens = sum(len(ids) for *_, ids in mine)
-                self.drafter.observe_step(plan, num_tokens / len(mine))
 
     def observe_round(
         self, plan: DraftPlan, result: StepResult, decided: Sequence[Decided]
     ) -> None:
-        """Tell the drafter and DraftLength how a round went. `decided`: the rows that the drafter's
-        model drafted for, or all of them if the drafter has no model."""
         draft_length = plan.memory.draft_length
         drafted = [(row, len(ids)) for row, _, ids in decided if result.accepted[row] >= 0]
         draft_length.drafted(len(drafted), len(decided))
         for row, num_tokens in drafted:
             overlaps = result.overlaps_of(row)
-            self.drafter.observe(overlaps[0])
+            self.check(overlaps[0])
             for overlap in overlaps[:num_tokens]:
                 draft_length.observe(overlap)
+
+    def check(self, overlap: float) -> None:
+        """Warn of a draft that seems to be wrong, by the overlap at a round's first token."""
+        self.num_rounds += 1
+        self.total_overlap += overlap
+        mean = self.total_overlap / self.num_rounds
+        if self.advice is not None and self.num_rounds == MIN_ROUNDS and not mean >= CHANCE:
+            print(
+                f"the first drafted token of {MIN_ROUNDS} rounds was accepted with probability"
+                f" {mean:.2f}, which is near chance. {self.advice}",
+                file=sys.stderr,
+            )

@@ -21,7 +21,8 @@ class EngineOptions:
     speculate_k         tokens that a drafter proposes in a round, or "auto", which needs
                         `calibrate`
     verification        how drafted tokens are accepted where they are sampled: "block", all K at
-                        once, or "token", one by one; the texts have the same distribution
+                        once, or "token", one by one; the texts have the same distribution. Or a
+                        speculative.Rule of one's own
     fixed_width_steps   run every step over K + 1 positions, drafted or not
     logits_processor    changes logits before sampling: see decoding/state.py
     logprobs            record the log-probabilities of each token and of the N most likely
@@ -34,7 +35,7 @@ class EngineOptions:
     compile: bool | None = False
     compile_prompts: bool | None = None
     speculate_k: int | str = DEFAULT_K
-    verification: str = "block"
+    verification: str | object = "block"
     fixed_width_steps: bool = False
     logits_processor: Callable | None = None
     logprobs: int | None = None
@@ -47,7 +48,8 @@ class EngineOptions:
             raise UserError("fixed_width_steps needs a speculate_k that is a number, not 'auto'")
         if k != "auto" and not (isinstance(k, int) and k >= 0):
             raise UserError(f"speculate_k = {k!r} must be a number of tokens from 0 on, or 'auto'")
-        if self.verification not in VERIFICATIONS:
+        is_rule = hasattr(self.verification, "accept")
+        if not is_rule and self.verification not in VERIFICATIONS:
             names = " or ".join(VERIFICATIONS)
             raise UserError(f"verification = {self.verification!r} must be {names}")
         num_logprobs = 0 if self.logprobs is None else self.logprobs

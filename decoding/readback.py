@@ -27,8 +27,8 @@ def host_lag(device: torch.device) -> int:
 
 
 class StepResult(NamedTuple):
-    """The decisions of a step, as tensors or lists. `times` marks its start, the end of drafting,
-    of verifying and of the step; it is empty for a prompt's first token."""
+    """The decisions of a step, as tensors or lists. `times` marks its start, the end of drafting
+    and of the step; it is empty for a prompt's first token."""
 
     k: int  # tokens drafted
     times: tuple
@@ -36,7 +36,6 @@ class StepResult(NamedTuple):
     accepted: list[int] | Tensor
     overlap: list[list[float]] | Tensor
     drafted: list[list[int]] | Tensor
-    can_draft: list[bool] | Tensor
     # If recorded: ids and log-probabilities (B, K + 1, 1 + n, 2), and p and q of the decided and
     # of the drafted tokens (B, K + 1, 4).
     top_logprobs: list | Tensor | None = None
@@ -65,10 +64,8 @@ def timestamp(device: torch.device):
 
 def step_times(step: StepResult) -> tuple[float, float]:
     """(seconds of the drafter, seconds of the target's pass) of a finished step."""
-    draft, verify, update = (
-        seconds_between(begin, end) for begin, end in itertools.pairwise(step.times)
-    )
-    return draft + update, verify
+    begin, drafted, end = step.times
+    return seconds_between(begin, drafted), seconds_between(drafted, end)
 
 
 def seconds_between(begin, end) -> float:
@@ -96,9 +93,9 @@ class Readback:
         return len(self.waiting)
 
     @property
-    def unread(self) -> int:
-        """An upper bound on the tokens that steps in flight may have decided for one row."""
-        return sum(result.k + 1 for result, *_ in self.waiting)
+    def steps(self) -> list:
+        """The steps that the host has yet to read."""
+        return [step for *_, step in self.waiting]
 
     def send(self, result: StepResult, step: object) -> None:
         """Queue the result of a step; `receive` returns both."""

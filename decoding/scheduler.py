@@ -72,7 +72,6 @@ class Request(RequestStatistics):
     # Has a step been launched that did not draft for it? Then the draft's own cache lacks more than
     # the first pass of a round computes.
     is_draft_behind: bool = False
-    can_draft: bool = True  # did the drafter have a proposal?
     memory: object = None  # what its drafts have learned: decoding/memory.py
 
     @property
@@ -85,6 +84,11 @@ class Request(RequestStatistics):
         """The seed of the random numbers that decide its tokens; None for greedy text, which needs
         none."""
         return None if self.sampling.is_greedy else self.seed
+
+    def fits(self, max_positions: float) -> bool:
+        """May its next token be drafted, by a drafter of at most so many positions, by what the
+        host has read?"""
+        return self.may_draft and self.num_positions < max_positions
 
     @property
     def num_positions(self) -> int:
@@ -117,7 +121,6 @@ class Request(RequestStatistics):
             del ids[ids.index(INVALID) :]
             position = self.num_positions + len(ids)
             self.error = UserError(f"position {position}: the model's logits are not finite")
-        self.can_draft = step.can_draft[row]
         self.tokens += ids
         if ids:
             self.num_finite = self.num_positions - 1

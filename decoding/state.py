@@ -46,7 +46,7 @@ class State(nn.Module):
     S), pos (B, T)) returns the logits that tokens are drawn from; columns of `tokens` past a
     position in `pos` are scratch space, not text there. `logprobs` is the number of top tokens to
     record for each token, or None; clearing `return_logprobs` pauses the recording. `verification`
-    is that of sampled drafts.
+    is a name of speculative.RULES, or a speculative.Rule.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class State(nn.Module):
     ):
         super().__init__()
         self.logits_processor = options.logits_processor
-        self.verifies_blocks = options.verification == "block"  # see speculative.accept
+        self.verification = options.verification
         self.vocab_size = vocab_size
         self.num_top_logprobs = options.logprobs
         self.return_logprobs = options.logprobs is not None
@@ -95,13 +95,11 @@ class State(nn.Module):
         fixed("masks", B, K + 1, num_words, value=-1, dtype=torch.int32)
         # What the last step decided, for the host. out: its tokens, then NO_TOKEN. accepted: the
         # number of drafted tokens kept, or -1 if the row had no draft. overlap: the sum of
-        # min(p, q) at each drafted position, then -1. drafted: the tokens there. can_draft: is
-        # there a draft for a next round?
+        # min(p, q) at each drafted position, then -1. drafted: the tokens there.
         fixed("out", B, K + 1, value=NO_TOKEN)
         fixed("accepted", B, value=-1)
         fixed("overlap", B, K, value=0.0)
         fixed("drafted", B, K)
-        fixed("can_draft", B, value=True)
         if self.return_logprobs:
             num_logprobs = 1 + options.logprobs
             fixed("top_logprobs", B, K + 1, num_logprobs, 2, value=0.0)  # of decoding/logits.py

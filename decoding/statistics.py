@@ -19,7 +19,7 @@ class StepRecord(NamedTuple):
     verify_s: float  # the full pass of a plain step
     positions: tuple[int, ...]  # decided positions of each active row before the step
     costs: object = None  # calibrated decoding.costs.Costs for this number of rows and threads
-    runs_model: bool = True  # does the drafter's model run?
+    runs_drafter: bool = True  # is a draft computed whose acceptance was not known?
 
 
 class TokenRecord(NamedTuple):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from decoding.costs import Costs
 from decoding.readback import step_times, synchronize
@@ -32,7 +33,7 @@ def steps_to_compile(engine) -> Iterable[tuple[int, int, int]]:
     lengths = {2, S}
     if engine.runner.uses_cuda_graphs:
         lengths = {min(1 << i, S) for i in range(8, S.bit_length() + 8)}
-    return itertools.product(engine.row_counts, sorted(lengths), (0, *engine.ks))
+    return itertools.product(engine.row_counts, sorted(lengths), (0, *engine.planner.ks))
 
 
 @torch.inference_mode()
@@ -41,7 +42,7 @@ def warm_up(engine, path: str) -> float:
     graph. Also compile prefill for short and long chunks, at position 0, at later positions, and
     past a sliding window. Returns seconds."""
     start = time.perf_counter()
-    if engine.compile_prompts:
+    if engine.runner.compile_prompts:
         warm_up_prompts(engine)
     num_runs = 3 if engine.runner.uses_cuda_graphs else 1  # CUDA graphs: warm up, record, replay
     for num_rows, length, k in steps_to_compile(engine):
@@ -69,6 +70,18 @@ def warm_up_prompts(engine) -> None:
         for begin in sorted({0, min(1, S - T), S - T}):
             inputs = runner.inputs(rows.state.tokens, begin, begin + T)
             runner.hidden(*inputs)
+
+
+class OtherTokens:
+    """Runs a drafter, and proposes these tokens (B, k) in place of its own."""
+
+    def __init__(self, drafter, tokens: Tensor):
+        self.drafter = drafter
+        self.tokens = tokens
+
+    def propose(self, batch, plan):
+        _, q = self.drafter.propose(batch, plan)
+        return self.tokens, q
 
 
 @torch.inference_mode()
@@ -127,13 +140,13 @@ def costs_of_rows(
         tokens = torch.randint(V, state.tokens.shape, generator=generator)
         drafted = torch.randint(V, (num_rows, k), generator=generator)  # (B, k)
         state.tokens.copy_(tokens)
-        drafted = drafted.to(engine.device)
+        drafter = OtherTokens(rows.drafter, drafted.to(engine.device))
         synchronize(engine.device)
-        step = engine.run(rows, length, k, forced_tokens=drafted)
+        step = engine.run(rows._replace(drafter=drafter), length, k)
         synchronize(engine.device)
         return step_times(step)
 
-    ks = (0, *engine.ks)
+    ks = (0, *engine.planner.ks)
     seconds = {k: min(sum(run_step(k)) for _ in range(2)) for k in ks}
     seconds = engine.ranks.broadcast_object(seconds)  # ranks must run the same steps
     times = {k: [] for k in ks}
@@ -147,6 +160,5 @@ def costs_of_rows(
         draft_times, target_times = zip(*pairs)
         draft_s[k] = statistics.median(draft_times)
         target_s[k] = statistics.median(target_times)
-    # K = 0, a plain step: the target's pass, and a drafter that reads the step's token.
     decode_s = target_s.pop(0)
     return Costs(decode_s, draft_s, verify_s=target_s)

@@ -1,7 +1,7 @@
 """What a drafter is: it proposes K tokens for every row, and says what it drew them from.
 
-    Draft               K tokens of every row, and what they were drawn from
-    Drafter             the interface of a drafter; this class drafts nothing
+    Draft               K tokens of every row, and what they were drawn from;  no_draft  none
+    Drafter             the interface of a drafter;  drafter_view  that of some rows
     ModelDraft          a second model with its own cache, or part of the target on the target's
                         cache;  ParallelDraft  one that drafts in one pass
     CustomDraft         any object with `propose`
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 import decoding.sampling as sampling
-from decoding.draft_length import DraftLength
 from decoding.memory import Memories
 from decoding.sampling import DRAFT_DRAW, draw
 from model import Caches, Transformer, row_view
@@ -30,40 +29,44 @@ class Draft(NamedTuple):
     tokens: Tensor
     q: Tensor
 
+    def first(self, k: int) -> "Draft":
+        """Its first k tokens."""
+        return Draft(self.tokens[:, :k], self.q[:, :k])
+
+
+def no_draft(batch: nn.Module, k: int, vocab_size: int) -> Draft:
+    """K tokens that are no draft. Verification still runs them: each row's last one, whose states
+    are known to be finite."""
+    last = batch.tokens.gather(1, batch.pos[:, None])  # (B, 1)
+    q = torch.zeros(len(last), k, vocab_size, device=last.device)  # (B, K, V)
+    return Draft(last.expand(-1, k), q)
+
 
 class Drafter(nn.Module):
-    """The interface of a drafter; this class drafts nothing. `batch` is decoding/state.py's State:
-    tokens (B, S), pos (B,) the index of the last decided token, done, seed, the sampling's values
-    and sampling_path, and broadcast(x), rank 0's x. Positions beyond `pos` are the round's scratch
-    space. `plan` is a speculative.Plan: k tokens to draft, and the length.
+    """The interface of a drafter. `batch` is decoding/state.py's State: tokens (B, S), pos (B,) the
+    index of the last decided token, done, seed, the sampling's values and sampling_path, and
+    broadcast(x), rank 0's x. Positions beyond `pos` are the round's scratch space. `plan` is a
+    speculative.Plan: k tokens to draft, and the length.
 
-    A subclass overrides `propose`, and other methods as needed. It must hand over every token that
-    it draws. It may end a draft early, but never because of the token that it has just drawn: to
-    look at a token and drop it would change the output's distribution."""
+    A subclass overrides `propose`, `prefill` if it has a cache of its own, and `expect` if it can
+    tell how good its draft is. It must hand over every token that it draws. It may end a draft
+    early, but never because of the token that it has just drawn: to look at a token and drop it
+    would change the output's distribution."""
 
     auto_k = (1, 2, 3, 5, 8)  # the choices of `auto`, besides 0
-    owns_cache = False  # does its model have a cache of its own, and so need every prompt?
-    # Set by `choose_k` for the requests that it plans: those that take a suffix draft instead of
-    # the model's, and whether the model runs at all.
-    suffix_requests = frozenset()
-    runs_model = True
-    runner = None  # the ModelRunner of its model
-    owner = None  # a weak reference to the Engine that was made with it last
-    # How many of the latest decided tokens the first pass of a round reads: the newest, which no
-    # cache holds yet, and those before it that the draft's own cache may lack after a round.
-    num_input_tokens = 2
-    # Positions from the last decided token on that its cache needs beyond the target's.
-    num_scratch = 0
-    # The class of its own running figures, which `choose_k` finds in `memory.figures` of the
-    # requests, all of one memory.
-    figures_type: type = object
-    max_draft_tokens = math.inf  # of a round
+    max_k = math.inf  # tokens of a round
     max_positions = math.inf  # it drafts up to this length of a text, and beyond it nothing
+    # How many of the latest decided tokens the first pass of a round computes in a cache of its
+    # own: the newest, which no cache holds yet, and those before it that this cache may lack after
+    # a round. 0: it has no such cache, and needs no prompt.
+    window = 0
 
     def __init__(self, model: Transformer | None = None):
         super().__init__()
         self.model = model  # `propose` runs it; None: no model
-        self.memories = Memories(self.figures_type)
+        self.runner = None  # the ModelRunner of its model
+        self.memories = Memories()
+        self.owner = None  # a weak reference to the Engine that was made with it last
 
     def setup(
         self,
@@ -85,76 +88,30 @@ class Drafter(nn.Module):
         self.register_buffer("probs", probs, persistent=False)
 
     def propose(self, batch: nn.Module, plan) -> Draft:
-        """plan.k tokens for every row. This class drafts none. Verification still runs tokens: here
-        the row's last one, whose states are known to be finite."""
-        last = batch.tokens.gather(1, batch.pos[:, None])  # (B, 1)
-        return Draft(last.expand(-1, plan.k), self.probs[:, : plan.k])
+        """plan.k tokens for every row."""
+        raise NotImplementedError
 
-    def proposal(self, k: int) -> Draft:
-        """The first k tokens that were written to `tokens` and `probs`."""
-        return Draft(self.tokens[:, :k], self.probs[:, :k])
-
-    def draft_lengths(self, k: int | str) -> tuple[int, ...]:
-        """The numbers of tokens that a round may draft: `k`, or the choices of "auto"."""
-        choices = self.auto_k if k == "auto" else (k,)
-        return tuple(choice for choice in choices if 0 < choice <= self.max_draft_tokens)
-
-    def choose_k(
-        self,
-        requests: Sequence,
-        unread: int,
-        draft_length: DraftLength,
-    ) -> int:
-        """Called before each step, on the host, for the scheduler.Requests of each memory: the
-        number of tokens that the step drafts for them, 0 for none. `unread`: as of `expect`."""
-        expected = self.expect(requests, unread)
-        has_draft = any(row != [] for row in expected)
-        return draft_length.choose(expected) if has_draft else 0
+    def prefill(self, batch: nn.Module, begin: int, end: int) -> None:
+        """Compute positions [begin, end) of the text of a batch of one row in its own cache."""
 
     def expect(self, requests: Sequence, unread: int) -> list[list[float] | None]:
-        """For each scheduler.Request a list with one number for each token of its draft: the
-        probability that it and all tokens before it are accepted. []: no draft; None: the drafter
-        cannot tell. Up to `unread` decided tokens of a row have not reached the host yet."""
-        return [
-            None if request.can_draft and request.may_draft and self.fits(request) else []
-            for request in requests
-        ]
+        """Called before each step, on the host, for the scheduler.Requests of each memory. For each
+        a list with one number for each token of its draft: the probability that it and all tokens
+        before it are accepted. []: no draft; None: the drafter cannot tell. Up to `unread` decided
+        tokens of a row have not reached the host yet."""
+        return [None if request.fits(self.max_positions) else [] for request in requests]
 
-    def row_view(self, begin: int, end: int) -> "Drafter":
-        """The drafter of rows [begin, end)."""
-        view = row_view(self, begin, end)
-        view._modules = dict(self._modules)
-        if self.runner is not None:
-            view.runner = self.runner.row_view(begin, end)
-        return view
 
-    def fits(self, request) -> bool:
-        """Can the next token of a scheduler.Request be drafted within `max_positions`, by what the
-        host has read?"""
-        return request.num_positions < self.max_positions
-
-    def rows_to_draft(self, batch: nn.Module, k: int) -> Tensor:
-        """(B, k) whether the row's tokens may be drafted there, and whether all of them lie within
-        `max_positions`."""
-        limit = batch.draft_limit.clamp(max=k)
-        is_within = batch.pos + limit < self.max_positions  # (B,)
-        return batch.positions_to_draft(k) & is_within[:, None]
-
-    def observe(self, overlap: float) -> None:
-        """Called on the host for each drafted row of a round, with the sum of min(p, q) at its
-        first drafted token."""
-
-    def observe_step(self, plan, num_tokens: float) -> None:
-        """Called on the host for each decoding.memory.DraftPlan of a step or round, with the number
-        of tokens that a row of it received on average."""
-
-    def passes(self, k: int) -> int:
-        """How many passes the drafter's model makes to draft k tokens."""
-        return k
-
-    def update(self, state: nn.Module) -> None:
-        """Called after every step, drafted or plain. Writes to state.can_draft (B,) whether a row
-        has a draft."""
+def drafter_view(drafter: Drafter, begin: int, end: int) -> Drafter:
+    """The drafter of rows [begin, end), and so are the drafters that it holds."""
+    view = row_view(drafter, begin, end)
+    view._modules = {
+        name: drafter_view(module, begin, end) if isinstance(module, Drafter) else module
+        for name, module in drafter._modules.items()
+    }
+    if drafter.runner is not None:
+        view.runner = drafter.runner.row_view(begin, end)
+    return view
 
 
 class ModelDraft(Drafter):
@@ -167,16 +124,16 @@ class ModelDraft(Drafter):
     # A subclass whose first pass reads all tokens that the last round may have decided, k_max + 1,
     # gives the number of tokens that this pass reads besides; None: the first pass reads 1 or 2.
     num_extra_inputs: int | None = None
+    # Positions from the last decided token on that its cache needs beyond the target's.
+    num_scratch = 0
 
     def __init__(self, model: Transformer, on_layers: Sequence[int] | None = None):
         """`on_layers`: the target's layers whose caches the draft's layers use; None for separate
         caches."""
         super().__init__(model)
         self.on_layers = on_layers
-        self.owns_cache = on_layers is None
-        self.num_input_tokens = 1
-        if self.owns_cache:
-            self.num_input_tokens = 2
+        if on_layers is None:
+            self.window = 2
             self.max_positions = model.config.max_seq_length
 
     def setup(
@@ -188,7 +145,7 @@ class ModelDraft(Drafter):
     ) -> None:
         super().setup(state, k_max, target, maybe_compile)
         if self.num_extra_inputs is not None:
-            self.num_input_tokens = k_max + 1 + self.num_extra_inputs
+            self.window = k_max + 1 + self.num_extra_inputs
         self.runner = target.for_draft(self.model, self.on_layers, self.num_scratch)
         # Ids that only the target has get probability 0; verification still draws them.
         self.vocab = min(target.model.config.vocab_size, self.model.config.vocab_size)
@@ -198,20 +155,37 @@ class ModelDraft(Drafter):
     def propose(self, batch: nn.Module, plan) -> Draft:
         caches = self.runner.slice_to(plan.length + plan.k)
         self.drawn.zero_()
-        for num_input_tokens in (self.num_input_tokens, *[1] * (plan.k - 1)):
-            draw_next = self.maybe_compile(self.draw_next, batch, num_input_tokens)
-            draw_next(caches, batch, num_input_tokens)
-        return self.proposal(plan.k)
+        for num_inputs in (max(1, self.window), *[1] * (plan.k - 1)):
+            draw_next = self.maybe_compile(self.draw_next, batch, num_inputs)
+            draw_next(caches, batch, num_inputs)
+        return self.proposal(batch, plan.k)
+
+    def proposal(self, batch: nn.Module, k: int) -> Draft:
+        """The first k tokens that were drawn, in rows where all lie within `max_positions`."""
+        draft = Draft(self.tokens, self.probs).first(k)
+        if self.max_positions >= self.runner.caches.max_seq_length:
+            return draft
+        is_within = batch.pos + k < self.max_positions  # (B,)
+        return draft._replace(q=torch.where(is_within[:, None, None], draft.q, 0))
+
+    def prefill(self, batch: nn.Module, begin: int, end: int) -> None:
+        end = min(end, self.max_positions)
+        if begin < end:
+            self.runner.prefill(batch.tokens, begin, end)
+
+    def passes(self, k: int) -> int:
+        """How many passes its model makes to draft k tokens."""
+        return k
 
     def draw_next(
         self,
         caches: Caches,
         state: nn.Module,
-        num_input_tokens: int,
+        num_inputs: int,
     ) -> None:
-        """Run the last `num_input_tokens` tokens and draw the one after them."""
+        """Run the last `num_inputs` tokens and draw the one after them."""
         last = state.pos + self.drawn  # (B,)
-        h = self.hidden(caches, state, last, num_input_tokens)
+        h = self.hidden(caches, state, last, num_inputs)
         self.draw(state, h[:, -1:], last[:, None] + 1)
 
     def draw(
@@ -284,7 +258,7 @@ class ParallelDraft(ModelDraft):
         self.drawn.zero_()
         draw_all = self.maybe_compile(self.draw_all, batch, plan.k)
         draw_all(caches, batch, plan.k)
-        return self.proposal(plan.k)
+        return self.proposal(batch, plan.k)
 
     def draw_all(
         self,
@@ -292,13 +266,14 @@ class ParallelDraft(ModelDraft):
         state: nn.Module,
         K: int,
     ) -> None:
-        """Run the `num_input_tokens` latest tokens, and `draw` the K tokens after them."""
+        """Run the `window` latest tokens, and `draw` the K tokens after them."""
         raise NotImplementedError
 
 
 class CustomDraft(Drafter):
-    """Any object with `propose(batch, plan)`, as a Drafter."""
+    """Any object with `propose(batch, plan)`, and `expect` if it has that, as a Drafter."""
 
     def __init__(self, drafter):
         super().__init__()
         self.propose = drafter.propose
+        self.expect = getattr(drafter, "expect", self.expect)

@@ -150,7 +150,7 @@ class DFlashDraft(HiddenStateDraft, ParallelDraft):
         super().__init__(model)
         self.num_scratch = model.dflash.block_size
         self.first = int(not model.dflash.is_deepspec)  # position that draws the first token
-        self.max_draft_tokens = self.num_scratch - self.first
+        self.max_k = self.num_scratch - self.first
 
     def draw_all(
         self,
@@ -158,9 +158,9 @@ class DFlashDraft(HiddenStateDraft, ParallelDraft):
         state,
         K: int,
     ) -> None:
-        """Write the context of the `num_input_tokens` - 1 decided tokens before the last, and draw
+        """Write the context of the `window` - 1 decided tokens before the last, and draw
         K tokens."""
-        self.hidden(caches, state, state.pos - 1, self.num_input_tokens - 1)
+        self.hidden(caches, state, state.pos - 1, self.window - 1)
         pos = state.pos[:, None]  # (B, 1)
         steps = torch.arange(self.num_scratch, device=pos.device)  # (W,)
         last = state.tokens.gather(1, pos)  # (B, 1)

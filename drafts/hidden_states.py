@@ -3,8 +3,7 @@ share.
 
 AuxHiddenStates     the residual stream at one layer, by position
 HiddenStateModel    a draft model that reads them, and its tensors in a folder
-HiddenStateDraft    makes the target record them, and warns once of a draft whose first tokens
-                    are accepted no more often than by chance
+HiddenStateDraft    makes the target record them
 PairModel           a block that reads pairs of a token and the state before it
 PairDraft           pairs decided tokens with the target's states, drafted ones with the draft's
 layer_config        the Config of a draft's layers
@@ -12,7 +11,6 @@ loader, fill_parts  read a published folder
 """
 
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,11 +28,6 @@ from loading.models import DTYPES, allocate, to_dtype
 from loading.weight_names import pieces
 from model import Caches, Config, Linear, Transformer
 from weights.walker import quantized_copy
-
-MIN_ROUNDS = 48  # before a draft is judged by its acceptance
-# A head that reads a neighbouring layer's states has an acceptance of about 0.1, with the right
-# ones 0.45 (vllm-project/vllm#43671).
-CHANCE = 0.1
 
 
 class AuxHiddenStates(nn.Module):
@@ -194,8 +187,6 @@ class HiddenStateDraft(ModelDraft):
         target,
         maybe_compile: Callable,
     ) -> None:
-        self.total_overlap = 0.0
-        self.num_rounds = 0
         self.model.borrow(target.model)
         streams = self.record_hidden_states(state.pos.size(0), target)
         super().setup(state, k_max, target, maybe_compile)
@@ -209,17 +200,6 @@ class HiddenStateDraft(ModelDraft):
             streams = {i: AuxHiddenStates(B, S, like) for i in self.model.aux_layer_ids}
         target.caches = target.caches._replace(aux_hidden_states=streams)
         return streams
-
-    def observe(self, overlap: float) -> None:
-        self.total_overlap += overlap
-        self.num_rounds += 1
-        mean = self.total_overlap / self.num_rounds
-        if self.num_rounds == MIN_ROUNDS and not mean >= CHANCE:
-            print(
-                f"the first drafted token of {MIN_ROUNDS} rounds was accepted with probability"
-                f" {mean:.2f}, which is near chance. {self.model.advice}",
-                file=sys.stderr,
-            )
 
 
 class PairModel(HiddenStateModel):

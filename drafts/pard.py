@@ -34,9 +34,9 @@ class PardDraft(ParallelDraft):
         state: nn.Module,
         K: int,
     ) -> None:
-        n = self.num_input_tokens + K - 1
+        n = self.window + K - 1
         tokens, pos = self.inputs(state, state.pos + K - 1, n)  # (B, n) each
-        is_mask = torch.arange(n, device=pos.device) >= self.num_input_tokens  # (n,)
+        is_mask = torch.arange(n, device=pos.device) >= self.window  # (n,)
         tokens = torch.where(is_mask, self.mask, tokens)
         h = self.model.hidden(tokens, pos, caches)  # (B, n, D)
         ahead = torch.arange(1, K + 1, device=pos.device)

@@ -56,7 +56,7 @@ def load_drafter(
 ) -> Drafter:
     """The Drafter for this target. A Path or Checkpoint is a folder of any kind in `folder_check`.
     Text is a spec (loading.options.SPECS; "mtp" with its folder) or else the name of a folder.
-    suffix[:N],DIR is the suffix draft and a folder's together.
+    suffix[:N],DIR and ngram[:N],DIR are such a draft and a folder's together.
 
     `dtype` and `quantize` are those of a draft model; `sharded` divides it over the ranks. With
     `pack` the target and the draft are packed for their kernels; a target that is packed already
@@ -175,7 +175,7 @@ def check_folder(
     return load_alike
 
 
-def hybrid_loader(load_suffix: Callable, other: str, config: Config) -> Callable:
+def hybrid_loader(load_first: Callable, other: str, config: Config) -> Callable:
     """Check the draft of a folder or an MTP head, and return the loader of both as one drafter."""
     from drafts.hybrid import HybridDraft
 
@@ -183,8 +183,8 @@ def hybrid_loader(load_suffix: Callable, other: str, config: Config) -> Callable
     load_other = check_draft(other if is_head else Path(other), config)
 
     def load(target: Transformer, tokenizer: Tokenizer, **options) -> HybridDraft:
-        drafter = load_other(target, tokenizer, **options)
-        return HybridDraft(drafter, load_suffix(target, tokenizer).depth)
+        first = load_first(target, tokenizer)
+        return HybridDraft(first, load_other(target, tokenizer, **options))
 
     return load
 

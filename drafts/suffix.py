@@ -47,9 +47,10 @@ class DraftToken(NamedTuple):
 
 
 class Text:
-    """Tokens, and the positions where each of their n-grams ends."""
+    """Tokens, and the positions where each of their n-grams of these lengths ends."""
 
-    def __init__(self):
+    def __init__(self, grams: Sequence[int] = GRAMS):
+        self.grams = grams
         self.ids: list[int] = []
         self.ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
         self.draft_tokens: list[DraftToken] = []  # made before its newest tokens
@@ -58,7 +59,7 @@ class Text:
         for id in ids:
             end = len(self.ids)
             self.ids.append(id)
-            for n in GRAMS:
+            for n in self.grams:
                 if n <= end + 1:
                     self.ends[tuple(self.ids[-n:])].append(end)
 
@@ -67,7 +68,7 @@ class Text:
         its longest indexed n-gram, and the positions after it, the latest first. The last token
         does not count, because it has no continuation."""
         ends = []
-        for n in GRAMS:
+        for n in self.grams:
             latest = self.ends.get(tuple(context[-n:]), [])[: -MAX_OCCURRENCES - 1 : -1]
             ends = [end for end in latest if end < len(self.ids) - 1]
             if ends:
@@ -139,12 +140,12 @@ class SuffixDraft(Drafter):
     others draft from their own text. `depth`: the longest match; `pool_tokens`: the pool's size."""
 
     auto_k = (*Drafter.auto_k, 16)  # copied text has long accepted drafts
-    figures_type = Acceptance
 
     def __init__(self, depth: int = 24, pool_tokens: int = POOL_TOKENS):
         super().__init__()
         self.depth = depth
         self.pool_tokens = pool_tokens
+        self.grams = GRAMS
         self.texts: dict[Request, Text] = {}
         # The latest answers, and those before them; each holds up to half of pool_tokens.
         self.pool = [Text(), Text()]
@@ -154,10 +155,11 @@ class SuffixDraft(Drafter):
         self.texts = {}
         B, k_max = self.tokens.shape
         device = self.tokens.device
-        max_tokens = readback.host_lag(device) * (k_max + 1) + k_max
+        # Of a draft: as many as a round takes after the tokens that the host has yet to read.
+        self.max_length = readback.host_lag(device) * (k_max + 1) + k_max
         # Of each row the last position that the host knew, the tokens drafted after it, and at
         # least one END.
-        draft_rows = torch.full((B, max_tokens + 2), END, device=device)
+        draft_rows = torch.full((B, self.max_length + 2), END, device=device)
         self.register_buffer("draft_rows", draft_rows, persistent=False)
         self.register_buffer("host_rows", draft_rows.cpu().clone(), persistent=False)
 
@@ -173,30 +175,29 @@ class SuffixDraft(Drafter):
             host_row = self.host_rows[request.slot.index]
             host_row.fill_(END)
             host_row[: len(row)] = torch.tensor(row)
-            expected.append(request.memory.figures.of(text.draft_tokens)[unread:])
+            expected.append(request.memory.of(Acceptance).of(text.draft_tokens)[unread:])
         return expected
 
     def best_continuation(self, text: Text, request: Request) -> list[DraftToken]:
         """The continuation, from the text itself or the pool, with the most tokens expected."""
-        max_length = self.host_rows.size(1) - 2
         memory = request.memory
         sources = (text, *self.pool) if memory.is_shared else (text,)
         continuations = [
-            source.continuation(text.ids, self.depth, max_length) for source in sources
+            source.continuation(text.ids, self.depth, self.max_length) for source in sources
         ]
-        return max(continuations, key=lambda tokens: sum(memory.figures.of(tokens)))
+        return max(continuations, key=lambda tokens: sum(memory.of(Acceptance).of(tokens)))
 
     def read(self, request: Request) -> Text:
         """The request's text with its newest tokens. These also update the acceptance of its
         draft."""
         if request not in self.texts:
-            self.texts[request] = Text()
+            self.texts[request] = Text(self.grams)
             self.texts[request].extend(request.prompt)
         text = self.texts[request]
         tokens = request.tokens[len(text.ids) - len(request.prompt) :]
         for drafted, token in zip(text.draft_tokens, tokens):
             is_accepted = drafted.id == token
-            request.memory.figures.observe(drafted, is_accepted)
+            request.memory.of(Acceptance).observe(drafted, is_accepted)
             if not is_accepted:
                 break
         text.extend(tokens)
@@ -219,7 +220,7 @@ class SuffixDraft(Drafter):
         rows = self.host_rows.pin_memory() if self.draft_rows.is_cuda else self.host_rows
         self.draft_rows.copy_(rows, non_blocking=True)
         self.maybe_compile(self.align, batch, plan.k)(batch, plan.k)
-        return self.proposal(plan.k)
+        return Draft(self.tokens, self.probs).first(plan.k)
 
     def align(self, state: nn.Module, k: int) -> None:
         """Propose the next k tokens of each row's draft, if it agrees with the tokens decided since

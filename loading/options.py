@@ -143,8 +143,8 @@ class DraftOptions:
         folder = self.head_folder(target)
         if folder is None:
             return self.source
-        suffix, _ = MTP_SPEC.fullmatch(self.spec).groups("")
-        return f"{suffix}mtp:{folder}"
+        first, _ = MTP_SPEC.fullmatch(self.spec).groups("")
+        return f"{first}mtp:{folder}"
 
 
 # How users write the specs of --draft, by their names. drafts.registry has their parsers.
@@ -158,13 +158,13 @@ SPECS = {
 }
 SPEC_HELP = ", ".join((*SPECS.values(), "or suffix[:N],DIR with a draft folder"))
 # An MTP head, alone or after a suffix draft, and its folder
-MTP_SPEC = re.compile("(suffix(?::[^,]*)?,)?mtp(?::(.*))?")
+MTP_SPEC = re.compile("((?:suffix|ngram)(?::[^,]*)?,)?mtp(?::(.*))?")
 
 
 def split_spec(text: str | None) -> tuple[str | None, str | None]:
-    """A spec of --draft -> the spec, and the draft that follows a suffix draft, or None:
+    """A spec of --draft -> the spec, and the draft that follows one without a model, or None:
     "suffix:8,DIR" -> ("suffix:8", "DIR")."""
-    match = re.fullmatch("(suffix(?::[^,]*)?),(.*)", text or "")
+    match = re.fullmatch("((?:suffix|ngram)(?::[^,]*)?),(.*)", text or "")
     return match.groups() if match else (text, None)
 
 

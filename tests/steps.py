@@ -3,6 +3,8 @@ rows."""
 
 import torch
 
+from decoding.memory import DraftPlan
+from decoding.prefill import next_prompt, prefill
 from decoding.runner import slot_tensors
 from speculative import decide
 
@@ -12,6 +14,17 @@ def token_records(timing) -> list[list]:
     return [request.token_records for request in timing.requests]
 
 
+def plan_k(engine, choose) -> None:
+    """From now on the next step drafts choose(requests) tokens for the requests of a memory."""
+
+    def plan_memory(memory, requests, waiting):
+        expected = [[]] * len(requests)
+        window = engine.drafter.window
+        return DraftPlan(memory, requests, choose(requests), None, expected, window)
+
+    engine.planner.plan_memory = plan_memory
+
+
 def prefill_all(engine, prompts, max_new_tokens: int, sampling, seeds=None, stop_ids=()) -> None:
     """Give every prompt a slot and run it, so that `engine.run(engine.rows(0, n), length, k)` is a
     step of them all."""
@@ -19,8 +32,8 @@ def prefill_all(engine, prompts, max_new_tokens: int, sampling, seeds=None, stop
         engine.add_request(
             prompt, sampling=sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids, seed=seed
         )
-    while (request := engine.next_prompt()) is not None:
-        engine.prefill(request)
+    while (request := next_prompt(engine)) is not None:
+        prefill(engine, request)
     engine.rows(0, engine.batch_size).state.sampling_path = sampling.path
 
 

@@ -71,7 +71,7 @@ DRAFTERS = {
     "suffix": lambda target: SuffixDraft(pool_tokens=0),
     "pard": from_folder("pard"),
     "dflash": from_folder("dflash"),
-    "hybrid": lambda target: HybridDraft(ModelDraft(draft_for(target))),
+    "hybrid": lambda target: HybridDraft(SuffixDraft(), ModelDraft(draft_for(target))),
     "custom": Parrot,
     "mtp": from_folder("mtp"),
     "shared": from_folder("shared"),
@@ -126,7 +126,7 @@ class Forgets(PardDraft):
 
     def setup(self, *args):
         super().setup(*args)
-        self.num_input_tokens = 2
+        self.window = 2
 
 
 def forgets(target: Transformer) -> Forgets:

@@ -325,7 +325,7 @@ def test_a_folder_is_a_drafter(quantize, target, tmp_path):
     assert draft_type_of(DSPARK) == "dflash" and draft_type_of(DSPARK | NO_HEAD) == "dflash"
     check_draft(folder, target.config)
     drafter = load_drafter(folder, target, None, quantize=quantize, pack=False)
-    assert isinstance(drafter, DFlashDraft) and drafter.max_draft_tokens == BLOCK
+    assert isinstance(drafter, DFlashDraft) and drafter.max_k == BLOCK
     want = rows_of(target, PROMPTS[:1], max_new_tokens=20)
     assert rows_of(target, PROMPTS[:1], drafter=drafter, max_new_tokens=20) == want
 

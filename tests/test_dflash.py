@@ -325,7 +325,7 @@ def test_speculators_layout_is_its_twin(draft_vocab, anchor, target, target_fold
     twin = twin_class(written(tmp_path / "twin", PUBLISHED, tensors), target_folder)
     twin.first = int(not anchor)
     drafter = recorded(DFlashDraft)(load_draft_model(folder, target))
-    assert drafter.max_draft_tokens == BLOCK - twin.first
+    assert drafter.max_k == BLOCK - twin.first
     worst, _ = distance(target, drafter, twin, folder, 0)
     assert worst < 1e-4
 
@@ -405,7 +405,7 @@ def test_a_broken_dflash_is_caught(broken, target, target_folder, tmp_path, monk
         monkeypatch.setattr(
             DFlashDraft,
             "setup",
-            lambda self, *a: (setup(self, *a), vars(self).update(num_input_tokens=2)),
+            lambda self, *a: (setup(self, *a), vars(self).update(window=2)),
         )
     assert distance(target, drafter, DFlashTwin(right, target_folder), right)[0] > 1e-3
 
@@ -447,7 +447,8 @@ def test_auto_stays_within_the_block():
         Engine(target, 1, 96, drafter=DFlashDraft(draft), speculate_k=6)
     engine = Engine(target, 1, 96, drafter=DFlashDraft(draft), speculate_k="auto")
     engine.calibrate(Sampling(0), 20, rounds=1)
-    assert DraftLength("auto", engine.costs).choose() <= 5 and set(engine.costs.verify_s) == {
+    costs = engine.planner.costs
+    assert DraftLength("auto", costs).choose() <= 5 and set(costs.verify_s) == {
         1,
         2,
         3,
@@ -466,7 +467,7 @@ def test_a_folder_is_a_drafter(target, tmp_path):
     check_draft(folder, target.config)
     for quantize in (None, "int8"):
         drafter = load_drafter(folder, target, None, quantize=quantize, pack=False)
-        assert isinstance(drafter, DFlashDraft) and drafter.max_draft_tokens == BLOCK - 1
+        assert isinstance(drafter, DFlashDraft) and drafter.max_k == BLOCK - 1
     with pytest.raises(ValueError, match="--draft_tp sharded"):
         load_drafter(folder, target, None, sharded=True, pack=False)
 

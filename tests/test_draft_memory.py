@@ -4,6 +4,7 @@ The last test has the law of a repeated seed."""
 
 import pytest
 import torch
+from steps import plan_k
 from test_speculative import joint_law, p_value, tiny
 
 import decoding.memory
@@ -25,7 +26,9 @@ DRAFTERS = {
     "layers": lambda model: ModelDraft(layer_subset(model, [0]), on_layers=[0]),
     "ngram": lambda model: NgramDraft(1),
     "suffix": lambda model: SuffixDraft(),
-    "hybrid": lambda model: HybridDraft(ModelDraft(tiny(7, n_layers=1, max_seq_length=96))),
+    "hybrid": lambda model: HybridDraft(
+        SuffixDraft(), ModelDraft(tiny(7, n_layers=1, max_seq_length=96))
+    ),
 }
 
 
@@ -37,8 +40,8 @@ def model():
 def engine_of(model, kind: str, k: int | str, batch_size: int = 1, rule=Memories) -> Engine:
     drafter = DRAFTERS[kind](model)
     engine = Engine(model, batch_size, 90, drafter=drafter, speculate_k=k)
-    engine.costs = NEAR_COSTS
-    engine.memories = drafter.memories = rule(drafter.figures_type)
+    engine.planner.costs = NEAR_COSTS
+    engine.planner.memories = drafter.memories = rule()
     return engine
 
 
@@ -125,7 +128,7 @@ def test_rows_of_one_seed_choose_their_lengths_alone(model, kind, rule, are_alon
 
 
 def test_who_shares(monkeypatch):
-    memories = Memories(dict)
+    memories = Memories()
     running = []
 
     def assigned(seed: int, temperature: float = 1.0) -> Request:
@@ -155,12 +158,10 @@ def test_a_draft_ends_at_its_rows_limit(model):
     while len(engine.scheduler.decoding()) < 3:
         engine.step()
     limits = dict(zip(rows, (0, 1, 3)))
-    plan = engine.drafter.choose_k
-    engine.drafter.choose_k = lambda requests, *args: limits[requests[0]]
+    plan_k(engine, lambda requests: limits[requests[0]])
     for row in rows:
-        row.memory = decoding.memory.Memory(None, is_shared=False)
+        row.memory = decoding.memory.Memory(is_shared=False)
     engine.step()
-    engine.drafter.choose_k = plan
     assert [row.token_records[-1].k for row in rows] == [0, 1, 3]
     drafted = engine.state.overlap >= 0
     assert drafted.sum(dim=1).tolist() == [0, 1, 3] and torch.is_tensor(drafted)
@@ -206,7 +207,7 @@ def test_a_quoted_answer_keeps_the_law_of_its_seed(rule):
     engine = Engine(model, 1, 30, drafter=drafter, speculate_k=3)
     counts = torch.zeros(4**n)
     for seed in range(800):
-        engine.memories = drafter.memories = rule(drafter.figures_type)
+        engine.planner.memories = drafter.memories = rule()
         drafter.pool, drafter.answers = [Text(), Text()], ()
         answer, _ = ask(engine, prompt, seed, n=n)
         ask(engine, prompt + answer, 10**6 + seed, n=2)

@@ -18,7 +18,7 @@ import torch
 from conftest import config_json
 from reference import angles, logits, norm, rotate
 from safetensors.torch import load_file, save_file
-from steps import prefill_all
+from steps import plan_k, prefill_all
 from test_speculative import LONG_PROMPT, TAIL, joint_law, p_value, rows_of, sequences
 
 import decoding.runner as runner
@@ -26,6 +26,7 @@ import drafts.pard as pard
 import drafts.registry as registry
 from cli.flags import parse_args
 from cli.main import run as run_args
+from cli.report import outgrown
 from decoding.engine import Engine
 from decoding.errors import UserError
 from decoding.sampling import Sampling
@@ -261,7 +262,7 @@ def distance(target: Transformer, drafter, twin, folder, plain: int = 0) -> tupl
     with torch.inference_mode():
         prefill_all(engine, PROMPTS, 85, sampling, seeds=[11, 12, 13, 14])
         for k in (4, 3, 4, *([0] * plain), 1, 4, 2, 4, 4, 0, 4):
-            drafter.choose_k = lambda *args, k=k: k
+            plan_k(engine, lambda requests, k=k: k)
             engine.step()
             accepted |= set(engine.state.accepted.tolist()) if k else set()
     worst = 0.0
@@ -349,7 +350,7 @@ def test_a_broken_pard_is_caught(broken, target, target_folder, tmp_path):
     class Forgets(PardDraft):
         def setup(self, state, k_max, target, prepare):
             super().setup(state, k_max, target, prepare)
-            self.num_input_tokens = 2 if "stay" in broken else self.num_input_tokens
+            self.window = 2 if "stay" in broken else self.window
 
     folder = pard_folder(target_folder, tmp_path / "pard")
     mask = V - 2 if broken == "another mask" else V - 1
@@ -438,7 +439,7 @@ def test_a_broken_eagle_is_caught(kind, broken, target, target_folder, tmp_path,
         monkeypatch.setattr(
             EagleDraft,
             "setup",
-            lambda self, *a: (setup(self, *a), vars(self).update(num_input_tokens=2)),
+            lambda self, *a: (setup(self, *a), vars(self).update(window=2)),
         )
     elif broken == "own state":
         monkeypatch.setattr(drafter.model, "eagle", drafter.model.eagle._replace(norm_output=True))
@@ -646,7 +647,7 @@ def test_texts_decode_plainly_beyond_the_drafts_context(kind, capsys):
                 if not token.first and token.index == 0:
                     assert (token.k > 0) == (position - 1 + 3 < 12), (position, token)
                 position += 1
-    assert engine.has_outgrown_draft and capsys.readouterr().err == ""
+    assert outgrown([timing], drafter.max_positions) and capsys.readouterr().err == ""
     assert rows_of(target, [prompts[4]], engine=engine, max_new_tokens=20) == [want[4][:20]]
 
 
@@ -923,9 +924,9 @@ def test_a_guess_is_said_once_and_acceptance_near_chance_too(target, tmp_path, c
 
 def test_a_good_draft_is_not_warned_of(target, tmp_path, capsys):
     drafter = EagleDraft(load_draft_model(eagle_folder("switches", tmp_path / "eagle"), target))
-    Engine(target, 1, 150, drafter=drafter, speculate_k=2)
+    meter = Engine(target, 1, 150, drafter=drafter, speculate_k=2).meter
     for overlap in [1.0, 0.0, 0.0, 0.0] * 50:
-        drafter.observe(overlap)
+        meter.check(overlap)
     assert not capsys.readouterr().err
 
 

@@ -381,10 +381,10 @@ BUGS = {  # a function that a fork broke; the flags with which it runs
     "a draft's parser": ("drafts.registry.matcher", ["--draft", "ngram"]),
     "a draft's folder": ("drafts.registry.folder_check", ["--draft_checkpoint", "FOLDER"]),
     "a drafter": ("drafts.ngram.NgramDraft.propose", ["--draft", "ngram"]),
-    "a first token": ("decoding.engine.decide", []),
+    "a first token": ("decoding.prefill.decide", []),
     "a line's check": ("cli.prompts.prompt_of", ["--prompt_file", "LINES"]),
     "a line's encoding": ("cli.prompts.check_lengths", ["--prompt_file", "LINES"]),
-    "a line's first token": ("decoding.engine.decide", ["--prompt_file", "LINES"]),
+    "a line's first token": ("decoding.prefill.decide", ["--prompt_file", "LINES"]),
 }
 
 

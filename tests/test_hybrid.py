@@ -1,4 +1,4 @@
-"""drafts/hybrid.py: which draft a row takes, the law of sampled text in batches of mixed rows, and
+"""drafts/hybrid.py: which draft a step takes, the law of sampled text in batches of mixed rows, and
 the cache of a model that sits rounds out.
 
 A false alarm of a chi-square test here has probability below 1e-6; its control, broken on purpose,
@@ -29,35 +29,34 @@ from cli.main import run as run_args
 from decoding.costs import Costs, expected_tokens
 from decoding.draft_length import MIN_GAIN, DraftLength
 from decoding.engine import Engine
-from decoding.memory import DraftPlan
+from decoding.options import EngineOptions
+from decoding.planner import Planner, draft_lengths
 from decoding.runner import ModelRunner, padded_length
 from decoding.sampling import Sampling
 from decoding.scheduler import Request, Slot
 from decoding.statistics import Timing
-from drafts.base import ModelDraft
-from drafts.hybrid import OPTIMISM, HybridDraft
+from drafts.base import Draft, Drafter, ModelDraft
+from drafts.hybrid import Choice, HybridDraft
 from drafts.registry import check_draft, load_drafter
-from drafts.suffix import END
+from drafts.suffix import SuffixDraft
 from loading.options import DraftOptions, split_spec
 
 KS = (1, 2, 3, 5, 8)
 
 
 class Spy:
-    """Records what an engine plans: K, the rows that take the suffix draft, and whether the model
-    runs."""
+    """Records what an engine plans: K, and the rows whose draft is the model's."""
 
     def __init__(self, engine: Engine):
-        self.steps = []
-        self.model_rows = []  # of each step
+        self.steps: list[tuple[int, list[int], int]] = []
         plan = engine.plan
 
         def planned(requests, *args):
             step = plan(requests, *args)
-            guessed = sorted(request.id for request in step.suffix_requests)
-            self.steps.append((step.k, guessed, step.runs_model, len(requests)))
-            rows = [row for row, request in step.requests if request not in step.suffix_requests]
-            self.model_rows.append(rows)
+            drawing = {r for each in step.plans if each.runs_drafter for r in each.requests}
+            rows = [row for row, request in step.requests if request in drawing]
+            self.steps.append((step.k, rows, len(requests)))
+            assert step.runs_drafter == (step.k == 0 or bool(rows))
             return step
 
         engine.plan = planned
@@ -66,69 +65,61 @@ class Spy:
     def rounds(self) -> dict[str, int]:
         """How many rounds had rows of one draft alone, and of both."""
         counts = {"suffix": 0, "model": 0, "mixed": 0}
-        for k, guessed, runs_model, num_rows in self.steps:
+        for k, rows, num_rows in self.steps:
             if k:
-                name = "mixed" if guessed else "model"
-                assert runs_model == (len(guessed) < num_rows)
-                counts[name if runs_model else "suffix"] += 1
+                some = "model" if len(rows) == num_rows else "mixed"
+                counts[some if rows else "suffix"] += 1
         return counts
 
 
 def hybrid_of(kind: str, target, draft) -> HybridDraft:
-    if kind == "model":
-        return HybridDraft(ModelDraft(draft))
-    return HybridDraft(any_drafter(kind, target, draft))
+    second = ModelDraft(draft) if kind == "model" else any_drafter(kind, target, draft)
+    return HybridDraft(SuffixDraft(), second)
 
 
 # -------------------------------------------------------------------------------------- the choice
 
 
-class StubDraft:
-    """The model's side of a choice: it can draft for these requests."""
+class Stub(Drafter):
+    """A drafter that expects what the test says."""
 
-    model = None
-    owns_cache = True
-    max_draft_tokens = 8
-    max_positions = 100
-
-    def __init__(self, can_run: list[bool]):
-        self.can_run = can_run
+    def __init__(self, expected: list[list[float] | None]):
+        super().__init__()
+        self.expected = expected
 
     def expect(self, requests, unread):
-        return [None if can else [] for can in self.can_run]
+        return self.expected
 
 
-class Guessing(HybridDraft):
-    """Its suffix drafts promise what the test says."""
+class Choosing:
+    """A hybrid of stubs, planned for by costs and acceptance of a test's own."""
 
-    def __init__(self, guesses: list[list[float]], can_run: list[bool]):
-        super().__init__(StubDraft(can_run))
-        self.guesses = guesses
-        self.host_rows = torch.zeros(len(guesses), 4, dtype=torch.int64)
-        self.host_model_rows = torch.ones(len(guesses), dtype=torch.bool)
+    def __init__(self, guesses: list[list[float] | None], can_run: list[bool], length: DraftLength):
+        second = Stub([None if can else [] for can in can_run])
+        second.window = 2
+        drafter = HybridDraft(Stub(guesses), second)
+        options = EngineOptions(speculate_k=length.k)
+        ks = draft_lengths(options, drafter)
+        self.planner = Planner(options, ks, drafter, runner=None)
+        self.planner.costs = length.costs
+        self.memory = drafter.memories.shared
+        self.memory.draft_length = length
+        self.first = drafter.first
+        self.requests = [
+            Request(i, [1], Sampling(0), 99, slot=Slot(i), memory=self.memory)
+            for i in range(len(guesses))
+        ]
 
-    def expect(self, requests, unread):
-        return self.guesses
+    def plan(self) -> tuple[int, str]:
+        """K, and whose draft is taken."""
+        plan = self.planner.plan_memory(self.memory, self.requests, [])
+        takes_first = self.memory.of(Choice).takes_first
+        assert plan.window == (0 if takes_first else 2)
+        return plan.k, "first" if takes_first else "second"
 
 
-def requests_of(drafter: Guessing) -> list[Request]:
-    memory = drafter.memories.shared
-    return [
-        Request(i, [1], Sampling(0), 9, slot=Slot(i), memory=memory)
-        for i in range(len(drafter.guesses))
-    ]
-
-
-def choice(guesses, can_run, length: DraftLength) -> tuple[int, list[int], bool]:
-    """K, the rows that take the suffix draft, and whether the model runs. The suffix drafts of
-    other rows must be emptied, and no others."""
-    drafter = Guessing(guesses, can_run)
-    requests = requests_of(drafter)
-    k = drafter.choose_k(requests, 0, length)
-    rows = [i for i, request in enumerate(requests) if request in drafter.suffix_requests]
-    emptied = (drafter.host_rows[:, 1] == END).nonzero()[:, 0].tolist()
-    assert sorted(rows + emptied) == list(range(len(guesses)))
-    return k, rows, drafter.runs_model
+def choice(guesses, can_run, length: DraftLength) -> tuple[int, str]:
+    return Choosing(guesses, can_run, length).plan()
 
 
 def length_of(k: int | str, alpha: float, draft_s: float = 0.4) -> DraftLength:
@@ -140,80 +131,65 @@ def length_of(k: int | str, alpha: float, draft_s: float = 0.4) -> DraftLength:
     return length
 
 
-def test_a_row_takes_the_draft_that_promises_more_tokens():
-    """With K = 3 and an acceptance of 0.6 the model promises 0.6 + 0.36 + 0.216 = 1.176 tokens."""
+def test_a_step_takes_the_draft_that_promises_more_tokens():
+    """With K = 3 and an acceptance of 0.6 the model promises 0.6 + 0.36 + 0.216 = 1.176 tokens a
+    row."""
     length = length_of(3, 0.6)
     assert expected_tokens(0.6, 3) - 1 == pytest.approx(1.176)
-    rows = [[0.9, 0.277], [0.9, 0.275], [], [0.5, 0.4, 0.2, 0.2, 0.2]]
-    assert choice(rows, [True] * 4, length) == (3, [0], True)
-    assert choice(rows[:1], [True], length) == (3, [0], False), "nobody needs the model"
-    assert choice([[0.1], []], [True, True], length) == (3, [], True)
-    assert choice([[0.1], []], [False, True], length) == (3, [0], True), "it cannot draft for it"
-    assert choice([[0.1], []], [False, False], length) == (3, [0, 1], False)
+    assert choice([[0.9, 0.277]], [True], length) == (3, "first")
+    assert choice([[0.9, 0.275]], [True], length) == (3, "second")
+    assert choice([[0.9, 0.277], []], [True, True], length) == (3, "second"), "of both rows"
+    assert choice([[0.9, 0.277], []], [True, False], length) == (3, "first"), "it cannot draft"
+    assert choice([[0.5, 0.4, 0.2, 0.2, 0.2]], [True], length) == (3, "second"), "three count"
+    assert choice([[0.1], []], [False, False], length) == (3, "first")
     assert choice([[], []], [False, False], length)[0] == 0, "nothing to draft: a plain step"
-    assert choice([[0.999] * 3], [True], length_of(3, 0.9995))[1] == []
+    assert choice([[0.999] * 3], [True], length_of(3, 0.9995)) == (3, "second")
 
 
 def test_auto_also_weighs_what_a_round_costs():
     """1.9 tokens for 1.05 are more than a model gives that costs 0.4 a token; without a guess, or
     beyond the reach of the model, there is one draft left."""
-    assert choice([[0.9]], [True], length_of("auto", 0.8)) == (1, [0], False)
-    assert choice([[0.9, 0.8, 0.8]], [True], length_of("auto", 0.8)) == (3, [0], False)
+    assert choice([[0.9]], [True], length_of("auto", 0.8)) == (1, "first")
+    assert choice([[0.9, 0.8, 0.8]], [True], length_of("auto", 0.8)) == (3, "first")
     cheap = length_of("auto", 0.95, draft_s=0.01)
-    assert choice([[0.9]], [True], cheap) == (8, [], True), "one token is less than eight"
-    assert choice([[]], [True], cheap) == (8, [], True)
-    assert choice([[0.9]], [False], cheap) == (1, [0], False)
+    assert choice([[0.9]], [True], cheap) == (8, "second"), "one token is less than eight"
+    assert choice([[]], [True], cheap) == (8, "second")
+    assert choice([[0.9]], [False], cheap) == (1, "first")
     assert choice([[0.01]], [False], cheap)[0] == 0, "a poor guess is not worth a round"
     assert choice([[]], [True], length_of("auto", 0.1))[0] == 0, "and neither is a poor model"
-    assert choice([[0.99] * 8, [], []], [True] * 3, cheap) == (8, [0], True)
+    waiting = length_of("auto", 0.5, draft_s=0.5)
+    assert choice([[0.15]], [True], waiting) == (1, "first"), (
+        "while a model waits that does not pay"
+    )
 
 
-def test_a_model_that_is_hardly_known_is_probe():
-    """A draft that costs 0.5 a token has to have 0.6 of its tokens accepted. A half of four
-    positions is too few, but may have been bad luck: the model's turn comes, until 64 positions
-    say the same. A suffix draft that pays is taken all the same while the model waits."""
-    length = length_of("auto", 0.5, draft_s=0.5)
-    assert length.best()[0] == 0 and length.best(OPTIMISM)[0] > 0
-    assert choice([[0.05]], [True], length)[0] == 0, "waits like a model draft of its own"
-    assert choice([[0.15]], [True], length) == (1, [0], False)
-    length.num_steps_to_probe = 0
-    assert choice([[0.15]], [True], length) == (1, [], True)
-    length.weight, length.overlap = 64.0, 0.5 * 64
-    length.num_steps_to_probe = 0
-    assert choice([[0.15]], [True], length) == (1, [0], False)
-
-
-def decided(drafter: HybridDraft, k: int, num_tokens: int, runs_model: bool) -> None:
-    costs = length_of("auto", 0.8).costs
-    plan = DraftPlan(drafter.memories.shared, (), k, costs, runs_model=runs_model)
-    drafter.observe_step(plan, num_tokens)
-
-
-def test_a_model_rests_where_the_suffix_draft_alone_is_faster():
-    """The model gains 2.8. Rounds of copies give 8 tokens for 1.4 plain steps. Between them
-    the model would delay the next one, so the engine waits, until the text has gone on for a while
+def test_a_model_rests_where_the_first_draft_alone_is_faster():
+    """The model gains 2.3. Rounds of copies give 9 tokens for 1.4 plain steps. Between them the
+    model would delay the next one, so the engine waits, until the text has gone on for a while
     without a copy. The model's own rounds say nothing of copies, and count as plain steps."""
     length = length_of("auto", 0.9, draft_s=0.15)
-    model_gain = length.best(OPTIMISM)[1] / MIN_GAIN
-    assert model_gain == pytest.approx(2.8, abs=0.1)
-    drafter = Guessing([[]], [True])
-    figures = drafter.memories.shared.figures
-    requests = requests_of(drafter)
-    assert drafter.choose_k(requests, 0, length) > 0
+    model_gain = length.best()[1] / MIN_GAIN
+    assert model_gain == pytest.approx(2.29, abs=0.01)
+    choosing = Choosing([[]], [True], length)
+    (request,) = choosing.requests
+    assert choosing.plan() == (8, "second")
+    choosing.first.expected = [[1.0] * 8]
     for _ in range(10):
-        decided(drafter, 8, 8, runs_model=False)
-    assert drafter.choose_k(requests, 0, length) == 0
+        assert choosing.plan() == (8, "first")
+        request.tokens += [1] * 9
+    choosing.first.expected = [[]]
     steps = 0
-    while drafter.choose_k(requests, 0, length) == 0:
-        decided(drafter, 0, 1, runs_model=True)
+    while choosing.plan() == (0, "first"):
+        request.tokens += [1]
         steps += 1
-    rate = figures.decided_tokens / figures.suffix_cost
+    figures = choosing.memory.of(Choice)
+    rate = figures.tokens / figures.cost
     assert 5 < steps < 64 and rate == pytest.approx(model_gain, rel=0.05)
-    decided(drafter, 8, 9, runs_model=True)
-    assert 1 < figures.decided_tokens / figures.suffix_cost < rate
+    assert choosing.plan() == (8, "second")
     for _ in range(100):
-        decided(drafter, 8, 9, runs_model=True)
-    assert figures.decided_tokens / figures.suffix_cost == pytest.approx(1.0, rel=1e-3)
+        request.tokens += [1] * 9
+        choosing.plan()
+    assert figures.tokens / figures.cost == pytest.approx(1.0, rel=1e-3)
 
 
 # ---------------------------------------------------------------------------------------- batches
@@ -238,21 +214,22 @@ def known(engine: Engine, num_tokens: int = 60) -> None:
         *(pytest.param(kind, marks=pytest.mark.attack) for kind in ("pard", "dflash", "shared")),
     ],
 )
-def test_greedy_text_is_plain_text_in_batches_of_mixed_rows(kind, models):
+def test_greedy_text_is_plain_text_by_either_draft(kind, models):
     """Two rows whose text was seen before, and two new ones, together and alone."""
     target, draft = models
     want = rows_of(target, PROMPTS, max_new_tokens=60)
     engine = Engine(target, 4, 96, drafter=hybrid_of(kind, target, draft), speculate_k=3)
     known(engine)
     spy = Spy(engine)
-    engine.memories.shared.draft_length = None  # forget that a random model is never right
+    memory = engine.planner.memories.shared
+    memory.draft_length = None  # forget that a random model is never right
     assert rows_of(target, PROMPTS, engine=engine, max_new_tokens=60) == want
     alone = []
     for prompt in PROMPTS:
-        engine.memories.shared.draft_length = None
+        memory.draft_length = None
         alone += rows_of(target, [prompt], engine=engine, max_new_tokens=60)
     assert alone == want
-    assert min(spy.rounds.values()) > 3, spy.rounds
+    assert min(spy.rounds["suffix"], spy.rounds["model"]) > 3, spy.rounds
 
 
 def model_difference(models, num_rows: int, seeds=(2, 3, 4)) -> float:
@@ -263,20 +240,19 @@ def model_difference(models, num_rows: int, seeds=(2, 3, 4)) -> float:
     prompts = [PROMPTS[0] * 3, PROMPTS[1], PROMPTS[3] * 2, PROMPTS[2]][:num_rows]
     worst, num_judged, num_guessing = 0.0, 0, 0
     for seed in seeds:
-        drafter = HybridDraft(recorded(ModelDraft)(draft))
+        drafter = HybridDraft(SuffixDraft(), recorded(ModelDraft)(draft))
         engine = Engine(target, num_rows, 96, drafter=drafter, speculate_k=3)
         options = {"engine": engine, "max_new_tokens": 60, "sampling": sampling}
         rows_of(target, prompts, seed=1, **options)  # more to look up
         engine.clear()
-        drafter.model_draft.seen.clear()
+        drafter.second.seen.clear()
         for cache in (*engine.runner.caches.layers, *engine.drafter.runner.caches.layers):
             cache.k.fill_(9.0), cache.v.fill_(-9.0)  # so that a position that was skipped shows
         spy = Spy(engine)
         rows_of(target, prompts, seed=seed, **options)
         num_guessing += spy.rounds["mixed" if num_rows > 1 else "suffix"]
-        steps = zip(spy.steps, spy.model_rows)
-        model_rows = [rows for (k, _, runs_model, _), rows in steps if k and runs_model]
-        for rows, seen in zip(model_rows, drafter.model_draft.seen, strict=True):
+        model_rows = [rows for k, rows, _ in spy.steps if k and rows]
+        for rows, seen in zip(model_rows, drafter.second.seen, strict=True):
             for row, (before, tokens, probs) in enumerate(zip(*seen)):
                 if row not in rows or not before or len(before) > 90:  # or it has ended
                     continue
@@ -292,16 +268,15 @@ def model_difference(models, num_rows: int, seeds=(2, 3, 4)) -> float:
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("num_rows", [pytest.param(1, marks=pytest.mark.attack), 4])
 def test_the_model_keeps_its_cache_while_it_sits_rounds_out(models, num_rows, lag, monkeypatch):
-    """And while its row of a mixed batch takes the suffix draft. Rows take that as often as they
-    can, to make gaps. Of four rows that are read late most suffix drafts are refuted, so that none
-    may be left."""
+    """And while its row of a mixed batch takes the suffix draft: four rows of one seed learn, and
+    choose, each alone. Rows take that draft as often as they can, to make gaps."""
     monkeypatch.setattr(DraftLength, "alpha", 0.001)
     monkeypatch.setattr(clock, "host_lag", lambda device: lag)
     assert model_difference(models, num_rows) < 1e-4
     if num_rows > 1 and lag:
         return
     # The negative control: a suffix draft leaves no gap, it says.
-    monkeypatch.setattr(Engine, "lacks_positions", lambda self, requests: False)
+    monkeypatch.setattr("decoding.engine.lacks_positions", lambda engine, plans: False)
     assert model_difference(models, num_rows) > 1e-2
 
 
@@ -318,12 +293,14 @@ def test_a_draft_computes_no_position_that_it_has(models, monkeypatch):
     monkeypatch.setattr(
         ModelRunner,
         "prefill",
-        lambda self, state, begin, end, chunk: spans.append((begin, end, self.model)),
+        lambda self, state, begin, end, chunk=None: spans.append((begin, end, self.model)),
     )
+    planned = []
+    monkeypatch.setattr(DraftLength, "choose", lambda self, expected: planned[-1])
     for num_plain in (1, 2, 5, 9, 1, 3):
         for k in (*[0] * num_plain, 3, 2):
             num_positions = request.num_positions
-            drafter.choose_k = lambda *args, k=k: k
+            planned.append(k)
             engine.step()
             if spans:
                 ((begin, end, model),) = spans
@@ -352,11 +329,10 @@ def test_a_draft_that_rested_computes_what_it_lacks(models, monkeypatch):
         for prompt in ([8], PROMPTS[0]):
             engine.add_request(prompt, sampling=Sampling(0.5), max_new_tokens=60)
         engine.step()
-        choose_k = drafter.choose_k
-        drafter.choose_k = lambda *args: 0
-        for _ in range(num_plain):
-            engine.step()
-        drafter.choose_k = choose_k
+        with monkeypatch.context() as context:
+            context.setattr(DraftLength, "choose", lambda self, expected: 0)
+            for _ in range(num_plain):
+                engine.step()
         widths.clear()
         engine.step()
         num_rows = 2 if num_plain else 0
@@ -382,16 +358,18 @@ def test_a_round_of_suffix_drafts_runs_no_model(models, monkeypatch):
     timing = Timing()
     rows_of(target, PROMPTS[:1], engine=engine, max_new_tokens=60, timing=timing)
     ran = {number for number in passes if number}
-    without = {i + 1 for i, step in enumerate(spy.steps) if step[0] and not step[2]}
+    without = {i + 1 for i, (k, rows, _) in enumerate(spy.steps) if k and not rows}
     assert len(without) > 5 and not ran & without
-    assert [step.runs_model for step in timing.records] == [step[2] for step in spy.steps]
+    assert [step.runs_drafter for step in timing.records] == [
+        not k or bool(rows) for k, rows, _ in spy.steps
+    ]
 
 
 def test_suffix_drafts_go_on_beyond_the_models_context(models):
     target, draft = models
     want = rows_of(target, PROMPTS, max_new_tokens=80)
     drafter = hybrid_of("model", target, draft)
-    with_context(drafter.model_draft, 40)
+    with_context(drafter.second, 40)
     drafter.max_positions = 40
     engine = Engine(target, 4, 96, drafter=drafter, speculate_k=3)
     for _ in range(2):
@@ -405,9 +383,9 @@ def test_suffix_drafts_go_on_beyond_the_models_context(models):
     assert sum(late) > 0.6 * len(late) > 60
 
 
-def test_a_model_that_did_not_pay_is_probe_again():
-    length = length_of("auto", 0.01)
-    chosen = [choice([[]], [True], length)[0] for _ in range(70)]
+def test_a_model_that_did_not_pay_is_tried_again():
+    choosing = Choosing([[]], [True], length_of("auto", 0.01))
+    chosen = [choosing.plan()[0] for _ in range(70)]
     assert chosen == [0] * 64 + [min(KS)] * 4 + [0] * 2
 
 
@@ -420,14 +398,14 @@ def test_auto(kind, models):
     drafter = hybrid_of(kind, target, draft)
     engine = Engine(target, 4, 96, drafter=drafter, speculate_k="auto")
     costs = length_of("auto", 0.5, draft_s=0.1).costs
-    costs.verify_s = {k: costs.verify_s[k] for k in engine.ks if k in costs.verify_s}
-    engine.costs = costs
+    costs.verify_s = {k: costs.verify_s[k] for k in engine.planner.ks if k in costs.verify_s}
+    engine.planner.costs = costs
     spy = Spy(engine)
     for _ in range(2):
         assert rows_of(target, PROMPTS, engine=engine, max_new_tokens=60) == want
     assert spy.rounds["suffix"] > 5 and len({step[0] for step in spy.steps}) > 2
     ran = spy.rounds["model"] + spy.rounds["mixed"]
-    assert (engine.memories.shared.draft_length.weight != 4.0) == (ran > 0)
+    assert (engine.planner.memories.shared.draft_length.weight != 4.0) == (ran > 0)
 
 
 @pytest.mark.compiled
@@ -449,7 +427,7 @@ def test_compiled_rounds(k, models, monkeypatch):
     spy = Spy(engine)
     with torch.compiler.set_stance("fail_on_recompile"):
         engine.calibrate(Sampling(0), rounds=1)
-        assert all(costs.keys() == {32, 96} for costs in engine.measured_costs.values())
+        assert all(costs.keys() == {32, 96} for costs in engine.planner.measured_costs.values())
         for prompts in (PROMPTS, PROMPTS, PROMPTS[:1]):
             got = rows_of(target, prompts, engine=engine, max_new_tokens=40)
             assert got == want[: len(prompts)]
@@ -460,17 +438,21 @@ def test_compiled_rounds(k, models, monkeypatch):
 
 
 class ChoosesByTheDraw(HybridDraft):
-    """Looks at the model's first token and takes the suffix draft where the model had found it
-    unlikely: not lossless."""
+    """Runs both in every round, looks at the model's first token, and takes the first draft where
+    the model had found it unlikely: not lossless."""
 
-    def propose(self, state, plan):
-        tokens, probs = (x.clone() for x in super(HybridDraft, self).propose(state, plan))
-        drawn, q = self.model_draft.propose(state, plan)
+    def expect(self, requests, unread):
+        self.first.expect(requests, unread)
+        return self.second.expect(requests, unread)
+
+    def propose(self, batch, plan):
+        tokens, probs = (x.clone() for x in self.first.propose(batch, plan))
+        drawn, q = self.second.propose(batch, plan)
         is_unlikely = q[:, 0].gather(1, drawn[:, :1]) < 0.4  # (B, 1)
         takes = is_unlikely & (probs[:, :1].sum(-1) > 0)
         drawn.copy_(torch.where(takes, tokens, drawn))
         q.copy_(torch.where(takes[..., None], probs, q))
-        return drawn, q
+        return Draft(drawn, q)
 
 
 @pytest.mark.attack
@@ -493,12 +475,8 @@ def check_law(drafter_class, kind: str, k: int, monkeypatch) -> None:
     is_broken = drafter_class is ChoosesByTheDraw
     monkeypatch.setattr(DraftLength, "alpha", 0.0 if is_broken else 0.45)
     draft = ModelDraft(tiny(7, n_layers=1)) if kind == "model" else tiny_drafter(kind, model)
-    drafter = drafter_class(draft)
-    if is_broken:  # the rows keep their suffix drafts, and the model runs in every round
-        drafter_class.choose_k = lambda self, requests, unread, length: (
-            self.expect(requests, unread),
-            length.choose(),
-        )[1]
+    drafter = drafter_class(SuffixDraft(), draft)
+    drafter.memories.seeds.update(dict.fromkeys(range(4096)))  # each row chooses alone
     engine = Engine(model, num_rows, len(LONG_PROMPT) + n, drafter=drafter, speculate_k=k)
     spy = Spy(engine)
     counts = torch.zeros(V**n)
@@ -506,7 +484,7 @@ def check_law(drafter_class, kind: str, k: int, monkeypatch) -> None:
         rows = [[] for _ in range(num_rows)]
         seeds = [*range(seed, seed + num_rows)]
         options = {"engine": engine, "sampling": Sampling(1), "max_new_tokens": n, "seed": seeds}
-        drafter.pool_tokens = 0
+        drafter.first.pool_tokens = 0
         for row, id in generate(model, [LONG_PROMPT] * num_rows, **options):
             rows[row].append(id)
         for row in rows:
@@ -554,8 +532,10 @@ def test_a_folder_that_cannot_be_a_draft_is_refused_by_name(text_folder, tmp_pat
 def test_a_spec_of_both_is_a_drafter(target_of_folder):
     folder, model, tokenizer = target_of_folder
     drafter = load_drafter(f"suffix:5,{folder}", model, tokenizer, pack=False)
-    assert isinstance(drafter, HybridDraft) and drafter.depth == 5
-    assert drafter.model is drafter.model_draft.model and drafter.owns_cache
+    assert isinstance(drafter, HybridDraft) and drafter.first.depth == 5
+    assert drafter.model is drafter.second.model and drafter.window == 2
+    drafter = load_drafter(f"ngram:4,{folder}", model, tokenizer, pack=False)
+    assert drafter.first.n == 4
 
 
 @pytest.fixture

@@ -32,6 +32,8 @@ KNOWS = {
     "loading": {"loading", "weights", "model", "tp"},
     "decoding": {"decoding", "weights", "exact", "model", "tp"},
     "decoding.engine": {"decoding", "speculative", "drafts.base", "weights", "model", "tp"},
+    "decoding.planner": {"decoding", "drafts.base"},
+    "decoding.prefill": {"decoding", "speculative", "model", "tp"},
     "speculative": {"decoding.runner", "decoding.sampling", "model"},
     "drafts.base": {"decoding", "model"},
     "drafts": {"drafts", "speculative", "loading", "decoding", "weights", "model", "tp"},

@@ -81,7 +81,7 @@ def drafter_of(kind: str, model):
 def engine_of(kind: str, model, rows: int = 1) -> Engine:
     k = "auto" if kind == "auto" else 2
     engine = Engine(model, rows, LENGTH, drafter=drafter_of(kind, model), speculate_k=k)
-    engine.costs = COSTS
+    engine.planner.costs = COSTS
     return engine
 
 
@@ -103,7 +103,7 @@ def turn(engine: Engine, prompts: list[list[int]], n: int, got: list | None = No
 def spoil(engine: Engine) -> None:
     """What nobody wrote since must not count."""
     engine.clear()
-    engine.memories.shared.draft_length = None  # else `auto` goes on
+    engine.planner.memories.shared.draft_length = None  # else `auto` goes on
     for runner in engine.runners:
         for cache in runner.caches.layers:
             cache.k.fill_(9.0), cache.v.fill_(-9.0)
@@ -139,7 +139,7 @@ def check_lines(kind: str, model, every: int) -> None:
         prompt = [*PROMPT, *got, 40, 41]
         if len(got) not in follow:
             follow[len(got)] = turn(engine_of(kind, model), [prompt], 8)
-        engine.memories.shared.draft_length = None
+        engine.planner.memories.shared.draft_length = None
         assert turn(engine, [prompt], 8) == follow[len(got)], where
         assert turn(other, others, 4) == want, where
         where += every

@@ -703,9 +703,10 @@ def test_a_deleted_llm_is_freed_at_once(options):
         next(stream)
         stream.close()
         parts = [llm, llm.engine, llm.engine.model, llm.engine.drafter, llm.engine.state]
+        parts = [part for part in parts if part is not None]
         freed = [weakref.ref(part) for part in parts]
         del llm, parts
-        assert [part() for part in freed] == [None] * 5
+        assert [part() for part in freed] == [None] * len(freed)
         assert answer.text
     finally:
         gc.enable()

@@ -26,6 +26,7 @@ from cli.report import (
 from cli.report import summary as lines_of
 from decoding.costs import Costs, expected_tokens
 from decoding.draft_length import DraftLength
+from decoding.options import EngineOptions
 from decoding.sampling import Sampling
 from decoding.scheduler import Request
 from decoding.statistics import StepRecord, Timing, TokenRecord
@@ -60,12 +61,11 @@ def batch(rows: list[list[TokenRecord]], ks: list[int], seconds: float) -> Timin
 
 def engine(k: int = 3) -> SimpleNamespace:
     return SimpleNamespace(
-        has_drafter=True,
         identical=True,
         drafter=True,
         models=[torch.nn.Linear(2, 2)],
-        speculate_k=k,
-        costs=COSTS,
+        planner=SimpleNamespace(speculate_k=k, costs=COSTS),
+        options=EngineOptions(),
     )
 
 
@@ -129,12 +129,11 @@ def test_without_a_round_there_is_no_speed_up_and_no_draft_pass():
     found = speculative(engine(), [timing])
     assert found["predicted_speedup"] is found["measured_speedup"] is found["alpha"] is None
     target, draft = tiny(0), tiny(1)
-    drafter = PardDraft.__new__(PardDraft)  # one pass for any K but 0
-    runner = SimpleNamespace(model=target, cache_type=KVCache)
+    drafter = PardDraft(draft, mask=1)  # one pass for any K but 0
     drafter.runner = SimpleNamespace(model=draft, cache_type=KVCache)
+    runner = SimpleNamespace(model=target, cache_type=KVCache)
     read = [
-        bytes_read(SimpleNamespace(models=models, runner=runner, drafter=drafter), timing)
-        for models in ([target], [target, draft])
+        bytes_read(SimpleNamespace(runner=runner, drafter=each), timing) for each in (None, drafter)
     ]
     assert read[0] == read[1] > 0
 

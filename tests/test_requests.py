@@ -16,7 +16,7 @@ from conftest import ROOT, generate, oracle
 from reference import naive_penalties
 from safetensors.torch import load_file, save_file
 
-import decoding.engine as engine_room
+import decoding.prefill as prompt_room
 from cli.flags import parse_args
 from cli.main import run as run_args
 from cli.prompts import Encoder, read_prompts
@@ -788,7 +788,7 @@ def test_log_probabilities_are_those_of_one_pass_over_the_text(draft, sampling, 
 def test_log_probabilities_of_prompts_are_those_of_one_pass(draft, folder_of, monkeypatch):
     """In chunks of 4, full and begun, after a request that leaves the same text in the slot, beside
     one that decodes, and with parts of a chunk in the head."""
-    monkeypatch.setattr(engine_room, "PROMPT_LOGITS", 3 * 131)
+    monkeypatch.setattr(prompt_room, "PROMPT_LOGITS", 3 * 131)
     model = load_model(folder_of("llama-3"), dtype=torch.float32)
     engine = Engine(model, 2, 80, drafter=DRAFTS[draft](model), speculate_k=3)
     engine.chunk = 4

@@ -529,7 +529,7 @@ def test_drafted_greedy_text_is_plain_greedy_text(drafter, quantize, rows, any_k
     for k in (1, 5, "auto") if rows == 3 and quantize is None else ("auto",):
         engine = Engine(model, rows, 160, drafter=made(), speculate_k=k)
         same = dict.fromkeys(Drafter.auto_k, 1.0)
-        engine.costs = Costs(1.0, same, same)
+        engine.planner.costs = Costs(1.0, same, same)
         assert engine.identical
         assert texts(engine, prompt_ids()[:rows], N_NEW) == plain_texts(quantize, rows), k
 

@@ -32,7 +32,7 @@ import torch
 from conftest import ROOT, generate, started, status_of
 from safetensors.torch import load_file, save_file
 
-import decoding.engine as engine_room
+import decoding.prefill as prompt_room
 from decoding.engine import Engine
 from decoding.sampling import Sampling, uniform
 from generate import LLM
@@ -415,7 +415,7 @@ def test_an_echoed_prompt_runs_once_in_chunks_while_others_decode(
     """In chunks of 16 here: log-probabilities are those of one pass, whatever a slot has stored;
     four answers cost one prompt; and a client that decodes is not in the way."""
     monkeypatch.setattr("decoding.runner.PREFILL_CHUNK", 16)
-    monkeypatch.setattr(engine_room, "PROMPT_LOGITS", 7 * 2048)
+    monkeypatch.setattr(prompt_room, "PROMPT_LOGITS", 7 * 2048)
     running = serving("--dtype", "float32", "--batch_size", "4", *draft)
     exact = load_model(DEMO, dtype=torch.float32)
     prompt = tokenizer.encode("Once upon a time a dog went to the park and saw a cat. " * 12)[:161]
@@ -950,7 +950,7 @@ def test_a_bug_in_a_step_is_an_internal_error(serving, monkeypatch):
     """Its class for the client, its traceback for the operator."""
     running = serving()
     assert running.ask("a", max_tokens=2).choices
-    monkeypatch.setattr(engine_room, "decide", sabotage)
+    monkeypatch.setattr(prompt_room, "decide", sabotage)
     running = serving()
     body = json.dumps({"model": "demo", "prompt": "a", "max_tokens": 2}).encode()
     status, answer = running.raw("/v1/completions", body)

@@ -20,6 +20,7 @@ import decoding.scheduler as scheduler
 import decoding.state
 from decoding.engine import Engine
 from decoding.kv_8bit import Int8Cache
+from decoding.prefill import next_prompt
 from decoding.sampling import Sampling
 from drafts.base import ModelDraft
 from drafts.ngram import NgramDraft
@@ -339,6 +340,6 @@ def test_an_aborted_prompt_claims_what_the_draft_had_of_its_prefix(model_of):
     slot = engine.scheduler.slots[0]
     num_draft = slot.num_draft
     id = engine.add_request([*slot.ids, 5, 6], sampling=Sampling(0), max_new_tokens=5)
-    assert engine.next_prompt().num_reused == 62 and num_draft < 20
+    assert next_prompt(engine).num_reused == 62 and num_draft < 20
     engine.abort(id)
     assert len(slot.ids) == 62 and slot.num_draft == num_draft

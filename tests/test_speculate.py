@@ -7,6 +7,7 @@ import torch
 from test_speculative import PROMPTS, pair
 
 from decoding.engine import Engine
+from decoding.prefill import next_prompt, prefill_draft
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
 from generate import decode
@@ -32,7 +33,7 @@ class OneRow:
     def __init__(self, target, drafter, prompt, k: int, S: int):
         self.engine = Engine(target, 1, S, drafter=drafter, speculate_k=k)
         self.engine.add_request(prompt, sampling=Sampling(0), max_new_tokens=S - len(prompt))
-        self.request = self.engine.next_prompt()
+        self.request = next_prompt(self.engine)
 
     def propose(self, text, plan):
         engine, request = self.engine, self.request
@@ -51,11 +52,9 @@ class OneRow:
         if request.num_computed < length - 1:
             target.prefill(state.tokens, request.num_computed, length - 1, engine.chunk)
             request.num_computed = length - 1
-        engine.prefill_draft(request.slot, length - 1)
+        prefill_draft(engine, request.slot, length - 1)
         drafter.expect([request], 0)
-        drafter.update(state)
-        tokens, q = drafter.propose(state, plan)
-        return tokens, torch.where(drafter.rows_to_draft(state, plan.k)[..., None], q, 0)
+        return drafter.propose(state, plan)
 
 
 def by_token(*args, block: bool, **options):

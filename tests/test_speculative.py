@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import STEADY_S, generate
-from steps import prefill_all, start_all_alike, token_records
+from steps import plan_k, prefill_all, start_all_alike, token_records
 from torch import Tensor
 
+import cli.report as report
 import decoding.readback as clock
 import decoding.state
 import speculative
@@ -24,7 +25,6 @@ from cli.report import RowStatistics
 from decoding.costs import Costs, costs_at, expected_tokens
 from decoding.draft_length import DraftLength
 from decoding.engine import Engine
-from decoding.runner import ModelRunner
 from decoding.sampling import (
     ACCEPT,
     DRAFT_DRAW,
@@ -34,17 +34,14 @@ from decoding.sampling import (
     round_uniform,
     uniform,
 )
-from decoding.scheduler import Request
-from decoding.state import State
 from decoding.statistics import Timing
-from drafts import ngram
 from drafts.base import Drafter, ModelDraft
 from drafts.ngram import NgramDraft
-from drafts.suffix import SuffixDraft
+from drafts.suffix import SuffixDraft, Text
 from drafts.target_layers import WindowedTarget, layer_subset, parse_layers
 from loading.models import random_model
 from model import Transformer
-from speculative import accept, acceptance, residual
+from speculative import Rule, accept, acceptance, residual
 from tests.conformance.drafters import round_law
 from tests.conformance.targets import BASE, PROMPTS, TINY, V, pair, tiny
 from tests.joint_laws import joint_law, p_value
@@ -876,7 +873,7 @@ def test_compiled_rounds(kind):
     drafter = any_drafter(kind, target, draft)
     eager = rows_of(target, PROMPTS, drafter=drafter, speculate_k=3, **sampled)
     engine = Engine(target, 4, 96, drafter=drafter, speculate_k=3, compile=True)
-    engine.ks = (1, 3)  # as auto would choose from
+    engine.planner.ks = (1, 3)  # as auto would choose from
     for sampling in ("greedy", "plain"):
         engine.warm_up(sampling)
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -907,12 +904,12 @@ def test_coming_back_from_plain_steps_fills_the_drafts_cache(margins, deep):
     filled = [len(prompt) + 71 for prompt in prompts]  # the first token of the prompt, and 70 steps
     with torch.inference_mode():
         prefill_all(engine, prompts, 78, Sampling(0))
-        drafter.choose_k = lambda *args: 0
+        plan_k(engine, lambda requests: 0)
         for _ in range(70):
             engine.step()
         caches = engine.drafter.runner.caches.layers
         before = [cache.k.clone() for cache in caches]
-        drafter.choose_k = lambda *args: 1
+        plan_k(engine, lambda requests: 1)
         engine.step()
     after = [cache.k for cache in caches]
     for row, prompt in enumerate(prompts):
@@ -961,7 +958,7 @@ def test_auto_is_lossless_and_finds_what_pays(margins):
         engine = Engine(target, 4, 96, drafter=any_drafter(kind, target, draft), speculate_k="auto")
         with pytest.raises(ValueError, match="calibrate"):
             rows_of(target, PROMPTS, engine=engine)
-        engine.costs, timing = cheap, Timing()
+        engine.planner.costs, timing = cheap, Timing()
         assert rows_of(target, PROMPTS, engine=engine, timing=timing, max_new_tokens=40) == want
         used[kind] = RowStatistics(
             token for tokens in token_records(timing) for token in tokens
@@ -1010,14 +1007,14 @@ def test_rows_between_one_and_all_cost_in_proportion(margins):
     engine = Engine(target, 5, 64, drafter=any_drafter("itself", target, draft), speculate_k=1)
     one = Costs(1.0, {0: 0.0, 1: 0.25}, {1: 1.25})
     all_rows = Costs(3.0, {0: 0.0, 1: 0.75}, {1: 6.25})
-    engine.measured_costs = {1: {64: one}, 5: {64: all_rows}}
+    engine.planner.measured_costs = {1: {64: one}, 5: {64: all_rows}}
     planned = []
     for _ in range(5):
         engine.add_request(PROMPTS[0], sampling=Sampling(0), max_new_tokens=40)
         engine.step()
         requests = engine.scheduler.decoding()
-        engine.plan_drafts(requests)
-        planned.append(engine.costs)
+        engine.planner.plan(requests, [])
+        planned.append(engine.planner.costs)
     assert [costs.decode_s for costs in planned] == [1.0, 1.5, 2.0, 2.5, 3.0]
     assert [costs.verify_s[1] for costs in planned] == [1.25, 2.5, 3.75, 5.0, 6.25]
 
@@ -1028,9 +1025,10 @@ def test_auto_remembers_a_draft_from_one_answer_to_the_next(margins):
     target, _, want = margins
     drafter = ModelDraft(tiny(99, n_layers=1, vocab_size=target.config.vocab_size))
     engine = Engine(target, 1, 64, drafter=drafter, speculate_k="auto")
-    costs = Costs(1.0, {k: 0.9 * k for k in (0, *engine.ks)}, {k: 1.1 for k in engine.ks})
-    engine.measured_costs = {1: {64: costs}}
-    engine.costs = costs
+    ks = engine.planner.ks
+    costs = Costs(1.0, {k: 0.9 * k for k in (0, *ks)}, {k: 1.1 for k in ks})
+    engine.planner.measured_costs = {1: {64: costs}}
+    engine.planner.costs = costs
 
     def ks_of_answer() -> list[int]:
         timing = Timing()
@@ -1041,9 +1039,9 @@ def test_auto_remembers_a_draft_from_one_answer_to_the_next(margins):
     first = ks_of_answer()
     assert first == [1] * 4 + [0] * (len(first) - 4)
     assert set(ks_of_answer()) == {0}
-    engine.speculate_k = 2
+    engine.planner.speculate_k = 2
     assert ks_of_answer()[:9] == [2] * 9
-    engine.speculate_k = "auto"
+    engine.planner.speculate_k = "auto"
     assert ks_of_answer() == first
 
 
@@ -1065,10 +1063,10 @@ def test_auto_stops_drafting_as_a_text_grows(margins, num_rows, lag, monkeypatch
     plan = engine.plan
     planned = []
 
-    def run_by_clock(rows, length: int, k: int = 0, runs_model=True, forced_tokens=None):
+    def run_by_clock(rows, length: int, k: int = 0, requests=()):
         seconds = 1 + k * (0.05 if length == 16 else 3.0)
-        times = (0.0, 0.0, seconds, seconds)
-        return run(rows, length, k, runs_model, forced_tokens)._replace(times=times)
+        times = (0.0, 0.0, seconds)
+        return run(rows, length, k, requests)._replace(times=times)
 
     def plan_and_record(*args):
         planned.append(plan(*args))
@@ -1077,10 +1075,11 @@ def test_auto_stops_drafting_as_a_text_grows(margins, num_rows, lag, monkeypatch
     monkeypatch.setattr(engine, "run", run_by_clock)
     monkeypatch.setattr(engine, "plan", plan_and_record)
     costs = engine.calibrate(Sampling(0), rounds=1)
+    ks = engine.planner.ks
     assert (
         costs
-        == engine.costs
-        == Costs(1.0, dict.fromkeys((0, *engine.ks), 0.0), {k: 1 + 0.05 * k for k in engine.ks})
+        == engine.planner.costs
+        == Costs(1.0, dict.fromkeys((0, *ks), 0.0), {k: 1 + 0.05 * k for k in ks})
     )
     timing = Timing()
     options = {"engine": engine, "max_new_tokens": 40, "timing": timing}
@@ -1131,6 +1130,43 @@ def test_the_engines_option_decides_how_sampled_tokens_are_verified(
     assert blocks == {verification == "block"}
 
 
+class KeepsAll(Rule):
+    """Not lossless: keeps whatever was drafted."""
+
+    is_lossless = False
+
+    def accept(self, draft_tokens, draft_probs, target_probs, noise):
+        n = torch.full((len(draft_tokens),), draft_tokens.size(1))
+        return n, target_probs[:, -1].argmax(dim=-1)
+
+    def expected(self, p, q):
+        return q.sum(dim=-1)
+
+
+def test_a_rule_of_ones_own_decides_what_is_kept(margins):
+    """Three of four tokens are the draft's, and reports and `auto` go by what the rule expects."""
+    target, draft, _ = margins
+    k, n = 3, 24
+    want = []
+    while len(want) < n:
+        model = draft if len(want) % (k + 1) else target
+        text = torch.tensor([PROMPTS[0] + want])
+        logits = model(text, torch.arange(text.size(1)))[0, -1]
+        want.append(logits.argmax().item())
+    engine = Engine(
+        target, 1, 60, drafter=ModelDraft(draft), speculate_k=k, verification=KeepsAll()
+    )
+    timing = Timing()
+    rows = rows_of(target, PROMPTS[:1], engine=engine, max_new_tokens=n, timing=timing)
+    assert rows == [want]
+    figures = report.speculative(engine, [timing])
+    assert figures["greedy_text"] == "lossy" and figures["alpha"] == pytest.approx(1.0)
+    plain = Engine(target, 1, 60, drafter=ModelDraft(draft), speculate_k=k)
+    assert rows_of(target, PROMPTS[:1], engine=plain, max_new_tokens=n) != [want]
+    with pytest.raises(ValueError, match=r"verification = 'all' must be block or token"):
+        Engine(target, 1, 60, verification="all")
+
+
 def test_theory_against_simulation_and_sums():
     """E[tokens] as the mean of a geometric variable capped at K + 1 (standard error below 0.01),
     and by hand."""
@@ -1169,59 +1205,28 @@ def test_a_drafter_that_reads_plain_tokens_makes_plain_steps_dearer():
     assert length.choose() == 0
 
 
-def test_prompt_lookup_finds_the_last_match_and_repeats_it():
-    state = State(4, 12, torch.device("cpu"), K=4)
-    for slot, prompt in enumerate([[1, 2, 3, 1, 2, 4, 1, 2], [5, 5, 5], [1, 2, 3, 4], [7]]):
-        state.fill(slot, Request(slot, prompt, Sampling(0), max_new_tokens=3))
-        state.activate(slot, len(prompt))
-    drafter, target = (
-        NgramDraft(2),
-        ModelRunner(tiny(0, vocab_size=9), 4, 16, slack=5, compile=False),
-    )
-    drafter.setup(state, 4, target, lambda function, *_: function)
-    state.length = 8
-    drafter.update(state)
-    assert state.can_draft.tolist() == [True, True, False, False]
-    assert drafter.tokens[:2].tolist() == [[4, 1, 2, 4], [5, 5, 5, 5]]
-    one_hot = torch.nn.functional.one_hot(drafter.tokens[:2], 9).float()
-    assert torch.equal(drafter.probs[:2], one_hot) and drafter.probs[2:].sum() == 0
-    state.done[0] = True  # a finished row asks for no more drafts
-    drafter.update(state)
-    assert state.can_draft.tolist() == [False, True, False, False] and drafter.probs[0].sum() == 0
-
-
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 40])
-def test_prompt_lookup_finds_what_a_naive_search_finds(n, monkeypatch):
-    """In texts of two and of many tokens, in a part of a slot's tensor: nothing behind the text's
-    length is read, and the work does not grow with N."""
+def test_prompt_lookup_finds_what_a_naive_search_finds(n):
+    """In texts of two and of many tokens, also where the continuation reaches the text's end."""
     generator = torch.Generator().manual_seed(n)
-    widths = []
-    latest_match = ngram.latest_match
-    monkeypatch.setattr(
-        ngram,
-        "latest_match",
-        lambda tokens, *rest: widths.append(tokens.size(1)) or latest_match(tokens, *rest),
-    )
-    model = tiny(0, vocab_size=100_000, max_seq_length=4096)
-    engine = Engine(model, 4, 4000, drafter=NgramDraft(n), speculate_k=3)
-    state = engine.state
-    for size in (2, 3, 100_000):
-        lengths = torch.randint(1, 60, (4,), generator=generator)
-        state.tokens.copy_(torch.randint(size, state.tokens.shape, generator=generator))
-        state.tokens[3, 5:45] = state.tokens[3, :40].clone()
-        state.pos.copy_(lengths - 1)
-        state.done.fill_(False)
-        state.length = 60
-        engine.drafter.update(state)
-        for row, length in enumerate(lengths.tolist()):
-            text = state.tokens[row, :length].tolist()
-            ends = [end for end in range(n, length) if text[end - n : end] == text[length - n :]]
-            assert bool(state.can_draft[row]) == bool(ends)
+    drafter = NgramDraft(n)
+    drafter.max_length = 5
+    num_matches = 0
+    for size, length in itertools.product((2, 3, 100_000), (1, 2, 30, 59)):
+        begin = torch.randint(size, (length,), generator=generator).tolist()
+        for end in (length, length + length // 2, 2 * length):  # which repeat the beginning
+            ids = (begin + begin)[:end]
+            text = Text((n,))
+            text.extend(ids)
+            got = [token.id for token in drafter.best_continuation(text, None)]
+            ends = [i for i in range(n, end) if ids[i - n : i] == ids[end - n :]]
+            want = []
             if ends:
-                period = length - ends[-1]
-                want = [text[length - period + i % period] for i in range(3)]
-                assert engine.drafter.tokens[row].tolist() == want
-    assert {*widths} == {engine.runner.bucket_length(61)} and widths[0] < 1000
+                period = end - ends[-1]
+                want = [ids[ends[-1] + i % period] for i in range(5)]
+                num_matches += 1
+            assert got == want
+    assert num_matches > 2
 
 
 def test_layers_are_parsed_and_checked():

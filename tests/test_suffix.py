@@ -20,9 +20,10 @@ from cli.main import run as run_args
 from decoding.costs import Costs
 from decoding.draft_length import DraftLength
 from decoding.engine import Engine
+from decoding.prefill import next_prompt
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
-from drafts.suffix import END, DraftToken, SuffixDraft, Text
+from drafts.suffix import END, Acceptance, DraftToken, SuffixDraft, Text
 
 
 def text_of(ids: list[int]) -> Text:
@@ -181,7 +182,7 @@ def test_a_draft_is_compared_up_to_the_last_decided_token(last_guess, is_drafted
     state.done[0] = False
     drafter.draft_rows[0] = torch.tensor([1, 3, last_guess, 5, END])
     drafter.align(state, 2)
-    tokens, probs = drafter.proposal(2)
+    tokens, probs = drafter.tokens[:, :2], drafter.probs[:, :2]
     assert tokens.tolist() == [[5, 4] if is_drafted else [4, 4]]
     assert probs.sum(dim=-1).tolist() == [[float(is_drafted), 0.0]]
     assert probs[0, 0, 5] == is_drafted
@@ -208,15 +209,15 @@ def test_auto_learns_that_matches_lie(model):
     )
     drafter = SuffixDraft(pool_tokens=0)
     engine = Engine(model, 1, 96, drafter=drafter, speculate_k="auto")
-    engine.costs = costs
+    engine.planner.costs = costs
     prompt = [n for i in range(8) for n in (1, 2, 3 + i)]  # 1 2 is always followed by another token
     want = rows_of(model, [prompt], max_new_tokens=60)
     assert rows_of(model, [prompt], engine=engine, max_new_tokens=60) == want
-    figures = drafter.memories.shared.figures
+    figures = drafter.memories.shared.of(Acceptance)
     before = figures.of([DraftToken(5, 1.0, 2)])[0]
     lies = [1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2, 6, 1, 2, 7, 1, 2, 8]
     engine.add_request(lies[:2], sampling=Sampling(0), max_new_tokens=40)
-    request = engine.next_prompt()
+    request = next_prompt(engine)
     for n in range(2, len(lies)):
         request.tokens = lies[2:n]
         drafter.expect([request], 0)
@@ -233,7 +234,7 @@ def test_the_host_waits_for_nothing(model):
     for _ in range(12):
         requests = engine.scheduler.decoding()
         with torch.inference_mode(), NoSync():
-            step = engine.plan(requests, engine.plan_drafts(requests), begin_s=0.0)
+            step = engine.plan(requests, engine.planner.plan(requests, []), begin_s=0.0)
             result = engine.run(step.rows, step.length, step.k)
         engine.readback.send(result, step)
         engine.read(0)

@@ -242,7 +242,7 @@ class Api:
         about = {
             "context": engine.max_seq_length,
             "rows": engine.batch_size,
-            "k": engine.speculate_k,
+            "k": engine.planner.speculate_k,
             "draft": model_name(draft.checkpoint) if draft.checkpoint else draft.spec,
             "greedy_text": greedy_text(engine),
             "temperature": self.sampling.temperature,

@@ -163,7 +163,7 @@ def random_drafter(name: str, model: Transformer, ids: list[int]) -> Drafter:
 def set_up(engine: Engine, length: int) -> None:
     if engine.compile:
         engine.warm_up(GREEDY)
-    if engine.speculate_k == "auto":
+    if engine.planner.speculate_k == "auto":
         engine.calibrate(GREEDILY, length)
 
 

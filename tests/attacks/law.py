@@ -327,7 +327,7 @@ def drafter_of(name: str, model: Transformer) -> Drafter:
     if kind == "dspark":
         return DFlashDraft(random_dflash(model, is_deepspec=True, markov_rank=4))
     if kind == "hybrid":
-        return HybridDraft(ModelDraft(disturbed(model, 0.1)))
+        return HybridDraft(SuffixDraft(), ModelDraft(disturbed(model, 0.1)))
     if kind.endswith("shared"):  # under other ids, and some of the target's tokens are missing
         V = model.config.vocab_size
         draft, ids = one_more_token(disturbed(model, 0.1)), torch.arange(V).roll(5)
@@ -380,7 +380,7 @@ def decode(
     )
     if case.k == "auto":  # costs that make every K pay at times, and the same ones in every run
         ks = Drafter.auto_k
-        engine.costs = Costs(1.0, {k: 0.15 * k for k in ks}, {k: 1 + 0.1 * k for k in ks})
+        engine.planner.costs = Costs(1.0, {k: 0.15 * k for k in ks}, {k: 1 + 0.1 * k for k in ks})
     if case.slots:
         requests = come_and_go(engine, case.sampling, n_tokens, seed)
     else:
@@ -897,8 +897,8 @@ def ask(engine: Engine, prompt: list[int], seed: int) -> tuple[list[int], list]:
 def forget(engine: Engine, rule: type[Memories], seeds: Sequence[int] = ()) -> None:
     """As a new engine, which knows of `seeds` only that they were used."""
     drafter = engine.drafter
-    engine.memories = drafter.memories = rule(drafter.figures_type)
-    engine.memories.seeds.update(dict.fromkeys(seeds))
+    engine.planner.memories = drafter.memories = rule()
+    engine.planner.memories.seeds.update(dict.fromkeys(seeds))
     if isinstance(drafter, SuffixDraft):
         drafter.texts, drafter.pool = {}, [Text(), Text()]
 

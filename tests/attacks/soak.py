@@ -176,7 +176,7 @@ def build(names: list[str]) -> dict[str, tuple[Engine, Tokenizer]]:
     for name, options in tqdm(chosen.items(), desc="engines"):
         model, tokenizer = targets[options.model]
         engine = Engine(model, options.run.batch_size, CONTEXT, options.engine, drafters[name])
-        engine.costs = COSTS
+        engine.planner.costs = COSTS
         warm_lengths(engine)
         for kind in (GREEDY, PLAIN, FILTERED) if engine.compile else ():
             engine.warm_up(kind)
@@ -215,7 +215,7 @@ class Recorded(LLM):
     def run(self, answers: Iterable[RowAnswer], interrupts: Collection = ()) -> Iterator[RowAnswer]:
         rows = list(answers)
         # What `auto` learned in earlier answers would choose other K, and so other sampled text.
-        self.engine.memories.shared.draft_length = None
+        self.engine.planner.memories.shared.draft_length = None
         number = len(self.answers)
         kept = Answer([], [])
         self.answers.append(kept)

@@ -1,0 +1,150 @@
+"""What the next step runs: which requests, and how many tokens it drafts for each.
+
+    Step            one step, as the host planned it
+    Planner         which rows run, how far they attend, and what each memory drafts
+    draft_lengths   the lengths that an engine's drafts may have
+
+decoding/draft_length.py chooses for the requests of one memory, decoding/costs.py has the formulas.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from decoding.costs import Costs, costs_at
+from decoding.draft_length import DraftLength
+from decoding.errors import UserError
+from decoding.memory import DraftPlan, Memories, Memory
+from decoding.options import EngineOptions
+from decoding.runner import ModelRunner, Rows
+from decoding.scheduler import Request
+from drafts.base import Drafter
+
+
+class Step(NamedTuple):
+    """One decode step or round, or the end of a prompt, which decides a first token."""
+
+    requests: list[tuple[int, Request]]  # (row, request) of those that it advances
+    rows: Rows  # the slots that run
+    length: int  # a bound on the decided positions of a row before the step
+    plans: Sequence[DraftPlan] = ()  # one for each memory of its requests
+    costs: Costs | None = None  # of all its rows
+    begin_s: float = 0.0  # time.perf_counter as the host began to plan it
+    draft_s: float = 0.0  # seconds that the host then drafted
+
+    @property
+    def k(self) -> int:
+        """Drafted tokens; 0: a plain step."""
+        return max(plan.k for plan in self.plans)
+
+    @property
+    def runs_drafter(self) -> bool:
+        return self.k == 0 or any(plan.runs_drafter for plan in self.plans)
+
+
+class Planner:
+    """What the requests of each memory draft in the next step. `ks` are the lengths that drafts may
+    have: none without a drafter, unless steps have a fixed width."""
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        ks: tuple[int, ...],
+        drafter: Drafter | None,
+        runner: ModelRunner,
+    ):
+        self.has_fixed_width = options.fixed_width_steps
+        self.speculate_k = options.speculate_k if ks else 0
+        self.ks = ks
+        self.max_k = max(ks, default=0)
+        self.drafter = drafter
+        self.runner = runner
+        self.memories = Memories() if drafter is None else drafter.memories
+        self.memories.shared.draft_length = None  # costs are this engine's
+        # Of the step planned last, once `calibrate` has measured the costs of steps and rounds, by
+        # their number of rows and attended length.
+        self.costs: Costs | None = None
+        self.measured_costs: dict[int, dict[int, Costs]] = {}
+
+    def assign_memory(self, request, others: Sequence) -> None:
+        """Give a new scheduler.Request its memory; `others` have not ended. The acceptance so far
+        stays valid, unless another K was set since."""
+        shared = self.memories.shared
+        learned = shared.draft_length
+        if learned is None or (learned.k != self.speculate_k and not others):
+            shared.draft_length = DraftLength(self.speculate_k, self.costs)
+        self.memories.assign(request, others)
+
+    def costs_of(self, num_rows: int, length: int) -> Costs | None:
+        """Costs of steps of so many rows at this length; those that were set if none were
+        measured."""
+        if not self.measured_costs:
+            return self.costs
+        attended = self.runner.bucket_length(length)
+        costs_by_rows = {
+            measured_rows: costs_at(costs_by_length, attended)
+            for measured_rows, costs_by_length in self.measured_costs.items()
+        }
+        return costs_at(costs_by_rows, num_rows)
+
+    def row_range(self, requests: Sequence[Request]) -> tuple[int, int]:
+        """The range of rows that a step for these requests runs. A compiled step runs one row or
+        the full batch. A CUDA graph has fixed addresses, so its single row is always row 0."""
+        slots = [request.slot.index for request in requests]
+        begin = min(slots)
+        end = max(slots) + 1
+        runner = self.runner
+        if runner.compile and (end - begin > 1 or (begin and runner.uses_cuda_graphs)):
+            return 0, runner.B
+        return begin, end
+
+    def max_length(self, requests: Sequence[Request], waiting: Sequence[Step]) -> int:
+        """An upper bound on the decided positions of these requests before the next step, with the
+        steps that are `waiting` to be read."""
+        unread = sum(step.k + 1 for step in waiting)
+        length = max(request.num_positions for request in requests) + unread
+        return min(length, self.runner.caches.max_seq_length)
+
+    def plan(self, requests: Sequence[Request], waiting: Sequence[Step]) -> list[DraftPlan]:
+        """What the requests of each memory draft in the next step, as if those of others were not
+        there. Which other rows run, and how far they are, may depend on numbers that a request
+        shares with them: one that learns alone counts the costs of a full batch at its own
+        length."""
+        begin, end = self.row_range(requests)
+        self.costs = self.costs_of(end - begin, self.max_length(requests, waiting))
+        by_memory: dict[Memory, list] = {}
+        for request in requests:
+            by_memory.setdefault(request.memory, []).append(request)
+        return [self.plan_memory(*group, waiting) for group in by_memory.items()]
+
+    def plan_memory(self, memory: Memory, requests: list, waiting: Sequence) -> DraftPlan:
+        """What the requests of one memory draft."""
+        if self.drafter is None or not self.ks:
+            return DraftPlan(memory, requests, self.max_k, self.costs)
+        unread = sum(plan.k + 1 for step in waiting for plan in step.plans if plan.memory is memory)
+        costs = self.costs
+        if not memory.is_shared:
+            length = requests[0].num_positions + unread
+            costs = self.costs_of(self.runner.B, min(length, self.runner.caches.max_seq_length))
+        if memory.draft_length is None:
+            memory.draft_length = DraftLength(self.speculate_k, costs)
+        memory.draft_length.costs = costs
+        expected = self.drafter.expect(requests, unread)
+        has_draft = any(row != [] for row in expected)
+        k = memory.draft_length.choose(expected) if has_draft else 0
+        if self.has_fixed_width:
+            k = self.max_k
+        return DraftPlan(memory, requests, k, costs, expected, self.drafter.window)
+
+
+def draft_lengths(options: EngineOptions, drafter: Drafter | None) -> tuple[int, ...]:
+    """The numbers of tokens that a round may draft: `speculate_k`, or the drafter's choices for
+    "auto". UserError if it cannot draft so many."""
+    if drafter is None and not options.fixed_width_steps:
+        return ()
+    limits = drafter or Drafter
+    k = options.speculate_k
+    choices = limits.auto_k if k == "auto" else (k,)
+    ks = tuple(choice for choice in choices if 0 < choice <= limits.max_k)
+    if k and not ks:
+        raise UserError(f"speculate_k = {k}: this draft has at most {limits.max_k} tokens a round")
+    return ks

@@ -1,0 +1,141 @@
+"""How an engine's prompts run: chunk by chunk, through the target and the drafter's own cache.
+
+    next_prompt     the request whose prompt runs next, in its slot
+    prefill         runs a chunk of it; the last one decides the first token
+    prefill_draft   computes what the drafter's own cache lacks, of prompts and of later tokens;
+                    lacks_positions says when, count_draft_positions after a round
+    record_prompt   the log-probabilities of a prompt
+
+The functions write to an engine's slots, and engine.py calls them.
+"""
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decoding.logits import top_logprobs
+from decoding.memory import DraftPlan
+from decoding.planner import Step
+from decoding.readback import timestamp
+from decoding.runner import PREFILL_CHUNK, clear_positions, copy_positions
+from decoding.scheduler import Request, Slot, Status
+from model import Transformer
+from speculative import decide
+from tp import lost_contact
+
+# The least that a prefill chunk costs, in tokens: reading the weights dominates a shorter one. By
+# device type; other devices take the default in `prefill`.
+PREFILL_COST = {"cpu": 16}
+PROMPT_LOGITS = 2**24  # of a prompt, computed at once for log-probabilities: 64 MB
+
+
+def next_prompt(engine) -> Request | None:
+    """The request whose prompt runs next. A new one first gets its prefix from a slot that has
+    it."""
+    request = engine.scheduler.prefilling()
+    if request is not None:
+        return request
+    admitted = engine.scheduler.admit()
+    if admitted is None:
+        return None
+    request, source, num_shared = admitted
+    slot = request.slot
+    request.started = time.perf_counter()
+    engine.state.fill(slot.index, request)
+    if source is not slot:
+        copy_positions(engine.runners, source.index, slot.index, num_shared)
+    clear_positions(engine.runners, slot.index, num_shared, slot.num_written)
+    request.num_computed = num_shared
+    request.num_finite = num_shared
+    request.num_reused = num_shared
+    return request
+
+
+def prefill(engine, request: Request) -> int:
+    """Run the next chunk of a prompt through all models; returns its cost in tokens. The last chunk
+    decides the first token. If a prefix was reused and only the prompt's last token is left, it
+    joins the next decode step, provided that there are other requests. An engine that runs rounds
+    does not do this: a round may take the first token from a draft instead."""
+    begin = timestamp(engine.device)
+    slot = request.slot
+    end = min(request.num_computed + engine.chunk, request.num_positions)
+    min_cost = PREFILL_COST.get(engine.device.type, PREFILL_CHUNK // 2)
+    cost = max(end - request.num_computed, min_cost)
+    is_last_chunk = end == request.num_positions
+    if is_last_chunk:
+        request.status = Status.DECODING
+        engine.state.activate(slot.index, end)
+        lacks_one = request.num_computed == end - 1
+        if lacks_one and end > 1 and len(engine.requests) > 1 and not engine.planner.ks:
+            return 0  # nothing ran
+    rows = engine.rows(slot.index, slot.index + 1)
+    state = rows.state
+    running = [(0, request)]
+    try:
+        h = rows.target.prefill(state.tokens, request.num_computed, end, engine.chunk)  # (1, T, D)
+        prefill_draft(engine, slot, end)
+        record_prompt(request, engine.model, h)
+        request.num_computed = end
+        if is_last_chunk:
+            state.length = end
+            state.prepare_step(running)
+            decide(state, engine.model.head(h[:, -1:]))
+    except (RuntimeError, ValueError) as error:
+        if lost_contact(error):
+            raise
+        request.error = error
+        engine.finish(request, "error")
+        return cost
+    request.prefill_times.append((begin, timestamp(engine.device)))
+    if is_last_chunk:
+        request.num_launched = len(request.tokens) + 1
+        step = Step(running, rows, end, [DraftPlan(request.memory, (request,))])
+        engine.readback.send(engine.result(rows, k=0), step)
+    return cost
+
+
+def prefill_draft(engine, slot: Slot, end: int) -> None:
+    """Run the positions up to `end` that the drafter's own cache lacks."""
+    if len(engine.runners) == 1:
+        return
+    if slot.num_draft < end:
+        rows = engine.rows(slot.index, slot.index + 1)
+        rows.drafter.prefill(rows.state, slot.num_draft, end)
+        slot.num_draft = end
+
+
+def lacks_positions(engine, plans: Sequence[DraftPlan]) -> bool:
+    """Does the drafter's own cache lack positions that the planned step reads?"""
+    return any(
+        request.is_draft_behind and request.fits(engine.drafter.max_positions)
+        for plan in plans
+        if plan.fills_cache
+        for request in plan.requests
+    )
+
+
+def count_draft_positions(plan: DraftPlan, decided: Sequence) -> None:
+    """Note what the drafter's own cache holds after a round that `decided` tokens (meter.Decided):
+    all positions before the newest that the round began with, and all but those that the first pass
+    of the next round computes."""
+    for _, request, ids in decided:
+        if request in plan.requests:
+            num_before = request.num_positions - len(ids) - 1
+            request.slot.num_draft = max(num_before, request.num_positions - plan.window)
+
+
+def record_prompt(request: Request, model: Transformer, h: Tensor) -> None:
+    """Record, on request, log-probabilities of the prompt's tokens that follow h (1, T, D)."""
+    begin = request.num_computed + 1
+    ids = request.prompt[begin : begin + h.size(1)]  # one fewer at the prompt's end
+    if request.num_prompt_logprobs is None or not ids:
+        return
+    h = h[:, : len(ids)]
+    ids = torch.tensor([ids], device=h.device)  # (1, T)
+    size = max(1, PROMPT_LOGITS // model.config.vocab_size)
+    for part, next_ids in zip(h.split(size, dim=1), ids.split(size, dim=1)):
+        logits = model.head(part)  # (1, size, V)
+        records = top_logprobs(logits, next_ids, request.num_prompt_logprobs)
+        request.prompt_logprobs += records[0].tolist()
