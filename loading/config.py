@@ -4,10 +4,8 @@ key and value.
     config_from_hf    the Config of a parsed file;  text_part  the text model's file inside another
                       model's
     Section           an object of the file, whose values are checked as they are read
-    NEUTRAL           keys that would change the arithmetic, with the values under which they do
-                      not; null never does
 
-families.py holds the differences between model_types.
+families.py holds the tables: the keys, and the differences between model_types.
 """
 
 import math
@@ -15,52 +13,24 @@ from collections.abc import Mapping
 
 from decoding.errors import UserError
 from loading.families import (
+    COUNT_NAMES,
+    EXPERT_FIELDS,
+    EXPERT_NAMES,
     FAMILIES,
+    FIELDS,
+    NEUTRAL,
     SLIDING,
+    SPARSE_KEYS,
     Family,
     family_of,
 )
 from model import Config
 
-# Pairs (values, keys): keys that are ignored if they are absent, null, or one of these values. ():
-# they must be absent or null.
-NEUTRAL_KEYS = [
-    (
-        (),
-        "attention_chunk_size attention_multiplier attn_logit_softcapping clip_qkv dim_model_base"
-        " final_logit_softcapping kv_lora_rank q_lora_rank query_pre_attn_scalar"
-        " rope_local_base_freq scale_depth swiglu_limit",
-    ),
-    (
-        (False,),
-        "add_cross_attention alibi attention_out_bias attn_output_gate bias is_encoder_decoder"
-        " qk_layernorm rope_interleaved rope_traditional use_parallel_residual use_qk_norm",
-    ),
-    ((False, 0), "attn_temperature_tuning"),
-    (
-        (0,),
-        "first_k_dense_replace n_routed_experts n_shared_experts no_rope_layer_interval"
-        " num_experts shared_expert_intermediate_size",
-    ),
-    ((0, 1), "num_local_experts"),
-    (
-        (1,),
-        "embedding_multiplier embedding_scale logit_scale logits_scaling moe_layer_freq n_group"
-        " partial_rotary_factor residual_multiplier rotary_pct routed_scaling_factor scale_emb"
-        " topk_group",
-    ),
-    ((True,), "is_causal is_neox_style rope_is_neox_style"),
-    (("softmax",), "moe_router_activation_func scoring_func"),
-    (([],), "cross_attention_layers"),
-    (({},), "pruned_heads quantization_config"),
-    (("silu", "swish"), "hidden_act hidden_activation"),
-    (("rope", "rotary"), "position_embedding_type"),
-]
 NEOX_KEYS = ("is_neox_style", "rope_is_neox_style")  # false: RoPE's pairs are neighbours
-NEUTRAL = {key: values for values, keys in NEUTRAL_KEYS for key in keys.split()}
-# Keys of NEUTRAL that turn on norms of queries and keys. A family that always has these norms has
-# them whatever the keys say, as in transformers.
-QK_NORM_KEYS = {"use_qk_norm": (True, False), "qk_layernorm": (True, False)}
+# Keys that turn on norms of queries and keys. A family that always has these norms has them
+# whatever the keys say, as in transformers.
+QK_NORM_KEYS = ("use_qk_norm", "qk_layernorm")
+BIAS_KEYS = ("attention_bias", "mlp_bias")
 # Rope type -> the keys it reads. Another key beside them is refused.
 ROPE_KEYS = {
     "default": "",
@@ -73,31 +43,6 @@ ROPE_KEYS = {
     # Hunyuan's, which reads alpha alone
     "dynamic": "alpha factor beta_fast beta_slow mscale mscale_all_dim",
 }
-
-# Keys of NEUTRAL that sparse families read, or ignore as transformers does: the tensors show the
-# numbers of experts.
-SPARSE_KEYS = (
-    "first_k_dense_replace",
-    "n_routed_experts",
-    "n_shared_experts",
-    "num_experts",
-    "num_local_experts",
-)
-# Keys of experts that transformers knows by several names in one family, and those that a family
-# calls by another name than here.
-COUNT_NAMES = {
-    "num_experts": "num_experts num_local_experts n_routed_experts moe_num_experts",
-    "num_experts_per_tok": "num_experts_per_tok moe_k moe_topk",
-}
-EXPERT_KEYS = {
-    "num_shared_expert": "n_shared_experts",
-    "num_shared_experts": "n_shared_experts",
-    "moe_num_shared_experts": "n_shared_experts",
-    "router_scaling_factor": "routed_scaling_factor",
-    "moe_layer_start_index": "first_k_dense_replace",
-    "moe_layer_interval": "decoder_sparse_step",
-}
-
 MIN_NUMBER = 1e-30  # float32 holds this and its reciprocal
 MAX_SIZE = 2**24  # of a dimension, vocabulary or context; real ones stay far below
 
@@ -109,6 +54,12 @@ class Section(dict):
 
     def refused(self, key: str, reason: str) -> UserError:
         return UserError(f"config.json: {self.prefix}{key} = {self.get(key)!r} {reason}")
+
+    def read(self, key: str, kind: type, default: float | None = None) -> object:
+        """A value of this kind: float, int or bool."""
+        if kind is bool:
+            return self.flag(key)
+        return self.size(key, default) if kind is int else self.number(key, default)
 
     def number(self, key: str, default: float | None = None) -> float:
         value = default if self.get(key) is None else self[key]
@@ -174,52 +125,51 @@ def config_from_hf(hf: dict) -> Config:
     hf = Section({**family.defaults, **hf})
     n_layers = hf.size("num_hidden_layers", max_size=4096)
     check_supported(hf, family, n_layers)
-
-    dim = hf.size("hidden_size")
-    n_heads = hf.size("num_attention_heads")
-    n_kv_heads = hf.size("num_key_value_heads", n_heads)
-    if n_heads % n_kv_heads:
-        raise hf.refused(
-            "num_attention_heads", f"is not a multiple of num_key_value_heads = {n_kv_heads}"
-        )
-    if hf.get("head_dim") is None and dim % n_heads:
-        raise hf.refused("hidden_size", f"is not a multiple of num_attention_heads = {n_heads}")
-    head_dim = hf.size("head_dim", dim // n_heads)
-    if head_dim % 2:
-        raise UserError(f"config.json: head_dim = {head_dim} is odd; RoPE rotates pairs")
-
-    def has_bias(key: str | bool) -> bool:
-        return hf.flag(key) if isinstance(key, str) else key
-
+    fields = scalar_fields(hf, family)
     layer_windows = windows(hf, family, n_layers)
-    dtype = hf.get("dtype") or hf.get("torch_dtype")  # v5, v4
-    max_length = hf.size("max_position_embeddings", family.max_length)
+    head_dim = fields["head_dim"]
+    max_length = fields["max_seq_length"]
     rope = rope_fields(hf, family, head_dim, max_length)
     if rope["rope_type"] == "yarn" and rope["rope_original_length"] <= max_length:
         # Qwen's model cards tell users to add YaRN without raising max_position_embeddings.
-        max_length = max(max_length, round(rope["rope_original_length"] * rope["rope_factor"]))
-    fields = rope | expert_fields(hf, family, n_layers)
-    common = {
-        "dim": dim,
-        "n_layers": n_layers,
-        "n_heads": n_heads,
-        "n_kv_heads": n_kv_heads,
-        "head_dim": head_dim,
-        "ffn_dim": hf.size("intermediate_size"),
-        "vocab_size": hf.size("vocab_size"),
-        "max_seq_length": max_length,
-        "norm_eps": hf.number("rms_norm_eps", family.norm_eps),
-        "tie_embeddings": hf.flag("tie_word_embeddings"),
-        "qkv_bias": has_bias(family.qkv_bias),
-        "out_bias": has_bias(family.out_bias),
-        "ffn_bias": has_bias(family.ffn_bias),
+        stretched = round(rope["rope_original_length"] * rope["rope_factor"])
+        rope["max_seq_length"] = max(max_length, stretched)
+    dtype = hf.get("dtype") or hf.get("torch_dtype")  # v5, v4
+    fields |= rope | expert_fields(hf, family, n_layers)
+    fields |= {
         "windows": layer_windows,
         "rope_types": rope_types(hf, family, layer_windows, rope["rope_theta"]),
         "dtype": str(dtype).removeprefix("torch.") if dtype else None,
         "family": hf["model_type"],
     }
-    family_fields = family.fields | family.own_fields(hf, head_dim)
-    return Config(**(common | fields | family_fields))
+    return Config(**(fields | family.fields | family.own_fields(hf, head_dim)))
+
+
+def scalar_fields(hf: Section, family: Family) -> dict:
+    """Config's fields of FIELDS that the family reads, and those of biases."""
+    dim = hf.size("hidden_size")
+    n_heads = hf.size("num_attention_heads")
+    if hf.get("head_dim") is None and dim % n_heads:
+        raise hf.refused("hidden_size", f"is not a multiple of num_attention_heads = {n_heads}")
+    head_dim = hf.size("head_dim", dim // n_heads)
+    if head_dim % 2:
+        raise UserError(f"config.json: head_dim = {head_dim} is odd; RoPE rotates pairs")
+    # of keys that are null
+    defaults = family.defaults | {"num_key_value_heads": n_heads, "head_dim": head_dim}
+    fields = {}
+    for key, field in FIELDS.items():
+        if field.name and (field.neutral is None or key in family.defaults):
+            value = hf.read(key, field.kind, defaults.get(key))
+            fields[field.name] = field.convert(value, head_dim)
+    n_kv_heads = fields["n_kv_heads"]
+    if n_heads % n_kv_heads:
+        raise hf.refused(
+            "num_attention_heads", f"is not a multiple of num_key_value_heads = {n_kv_heads}"
+        )
+    for name in ("qkv_bias", "out_bias", "ffn_bias"):
+        key = getattr(family, f"has_{name}")
+        fields[name] = hf.flag(key) if isinstance(key, str) else key
+    return fields
 
 
 def text_part(hf: dict) -> dict:
@@ -245,61 +195,62 @@ def text_part(hf: dict) -> dict:
 
 def check_supported(hf: Section, family: Family, n_layers: int) -> None:
     """UserError for a key whose value would change the arithmetic."""
-    supported = NEUTRAL | {
-        "no_rope_layers": ([], [1] * n_layers),
-        "moe_layer_end_index": (-1, n_layers - 1),
-    }
-    if family.fields.get("qk_norm"):
-        supported |= QK_NORM_KEYS
-    own_keys = family.own_keys
-    if family.experts:
-        own_keys = {*own_keys, *family.experts, *SPARSE_KEYS}
-    for key, values in {**supported, **family.supported}.items():
-        if key not in own_keys and hf.get(key) not in (None, *values):
+    for key, values in supported_values(family, n_layers).items():
+        if hf.get(key) not in (None, *values):
             alternatives = f"supported: {' or '.join(map(repr, values))}"
             absent = "only a config.json without it, or with null, is"
             raise hf.refused(key, f"is not supported; {alternatives if values else absent}")
 
 
+def supported_values(family: Family, n_layers: int) -> dict[str, tuple]:
+    """Keys that the family does not read -> the values under which they change nothing."""
+    supported = NEUTRAL | {
+        **dict.fromkeys(BIAS_KEYS, (False,)),
+        "no_rope_layers": ([], [1] * n_layers),
+        "moe_layer_end_index": (-1, n_layers - 1),
+    }
+    if family.fields.get("qk_norm"):
+        supported |= dict.fromkeys(QK_NORM_KEYS, (True, False))
+    if family.fields.get("router_sigmoid"):
+        supported["scoring_func"] = ("sigmoid", "noaux_tc")  # the latter is dots.llm1's name
+    read = {*family.defaults, family.has_qkv_bias, family.has_out_bias, family.has_ffn_bias}
+    if family.experts:
+        read.update(family.experts, SPARSE_KEYS)
+    return {key: supported[key] for key in supported if key not in read} | family.supported
+
+
 def expert_fields(hf: Section, family: Family, n_layers: int) -> dict:
     """Config's fields of experts; none for a dense family."""
-    if family.experts is None:
+    if not family.experts:
         return {}
     section = read_experts(hf, family.experts, n_layers)
-    n_experts = section.size("num_experts")
-    n_chosen = section.size("num_experts_per_tok")
-    if n_chosen > n_experts:
-        raise section.refused(
-            "num_experts_per_tok", f"is more than the number of experts, {n_experts}"
-        )
-    dim_key = next(key for key in section if key.endswith("intermediate_size"))
-    expert_dim = section.size(dim_key)
-    shared_dim = expert_dim * section.count("n_shared_experts")
-    if "shared_expert_intermediate_size" in section:
-        shared_dim = section.size("shared_expert_intermediate_size")
-    return {
-        "sparse": sparse_layers(section, n_layers),
-        "n_experts": n_experts,
-        "experts_per_token": n_chosen,
-        "expert_dim": expert_dim,
-        "router_norm": section.flag("norm_topk_prob"),
-        "routed_scale": section.number("routed_scaling_factor", 1.0),
-        "shared_dim": shared_dim,
+    fields = {
+        field.name: section.read(key, field.kind)
+        for key, field in EXPERT_FIELDS.items()
+        if field.name and key in section
     }
+    if fields["experts_per_token"] > fields["n_experts"]:
+        raise section.refused(
+            "num_experts_per_tok", f"is more than the number of experts, {fields['n_experts']}"
+        )
+    fields.setdefault("expert_dim", hf.size("intermediate_size"))
+    fields.setdefault("shared_dim", fields["expert_dim"] * section.count("n_shared_experts"))
+    return fields | {"sparse": sparse_layers(section, n_layers)}
 
 
 def read_experts(hf: Section, defaults: Mapping[str, object], n_layers: int) -> Section:
     """The keys of experts that the family reads, under one name each."""
     section = Section()
     for own_key, default in defaults.items():
-        key = EXPERT_KEYS.get(own_key, own_key)
-        for name in COUNT_NAMES.get(own_key, own_key).split():
+        key = EXPERT_NAMES.get(own_key, own_key)
+        names = COUNT_NAMES.get(key, own_key).split()
+        for name in names:
             value = hf.get(name)
             if isinstance(value, list) and not key.startswith("mlp_"):
                 # Hunyuan's, one for each layer
                 hf[name] = hf.entries(name, n_layers, "layers", tuple(value[:1]))[0]
-            hf[own_key] = hf.agreed(own_key, hf, name)
-        section[key] = default if hf.get(own_key) is None else hf[own_key]
+            hf[names[0]] = hf.agreed(names[0], hf, name)
+        section[key] = default if hf.get(names[0]) is None else hf[names[0]]
     return section
 
 
@@ -359,7 +310,7 @@ def rope_types(
     rotates = []
     if hf.get("layer_rope_theta"):
         rotates = hf.entries("layer_rope_theta", n_layers, "layers", (theta, 0))
-    elif "no_rope_layers" in family.own_keys:
+    elif "no_rope_layers" in family.defaults:
         interval = hf.size("no_rope_layer_interval")
         rotates = [(i + 1) % interval for i in range(n_layers)]
         if hf.get("no_rope_layers") is not None:
@@ -393,7 +344,7 @@ def rope_fields(hf: Section, family: Family, head_dim: int, max_length: int) -> 
         "rope_local_theta": local_rope.number("rope_theta", theta),
     }
     if rope_type == "dynamic":
-        if "alpha" not in family.own_keys or rope.get("alpha") is None:
+        if "alpha" not in family.rope_keys or rope.get("alpha") is None:
             raise rope.refused("rope_type", "is supported only for Hunyuan, with alpha")
         stretched = theta * rope.number("alpha") ** (head_dim / (head_dim - 2))
         return fields | {"rope_type": "default", "rope_theta": stretched}
@@ -447,14 +398,16 @@ def rope_type_of(rope: Section, family: Family) -> str:
         rope[key] = family.rope_aliases.get(str(rope.get(key)), rope.get(key))
     rope_type = rope.agreed("rope_type", rope, "type")
     stored_keys = {key for key, value in rope.items() if value is not None}
-    if rope.get("partial_rotary_factor") == 1:
-        stored_keys.remove("partial_rotary_factor")
+    if rope.get("partial_rotary_factor") == 1 or "partial_rotary_factor" in family.defaults:
+        stored_keys.discard("partial_rotary_factor")
     if not rope_type and stored_keys <= {"rope_theta", "partial_rotary_factor"}:
         rope_type = "default"
     rope["rope_type"] = rope_type
     if str(rope_type) not in ROPE_KEYS:
         raise rope.refused("rope_type", f"is not supported; supported: {', '.join(ROPE_KEYS)}")
-    readable = {"rope_type", "type", "rope_theta", *family.own_keys, *ROPE_KEYS[rope_type].split()}
+    readable = {"rope_type", "type", "rope_theta", *family.rope_keys, *ROPE_KEYS[rope_type].split()}
+    if rope_type != "yarn":
+        readable.discard("llama_4_scaling_beta")
     for key in sorted(stored_keys - readable):
         raise rope.refused(key, f"is not supported with rope_type {rope_type!r}")
     return rope_type
@@ -463,7 +416,7 @@ def rope_type_of(rope: Section, family: Family) -> str:
 def rotated_dim(hf: Section, rope: Section, family: Family, head_dim: int) -> int:
     """How many dimensions of a head rotate: all of them, or the share that partial_rotary_factor
     says."""
-    if "partial_rotary_factor" not in family.own_keys:
+    if "partial_rotary_factor" not in family.defaults:
         return head_dim
     default = hf.size("rotary_dim", head_dim) / head_dim  # MiniMax's key
     default = hf.number("partial_rotary_factor", default)

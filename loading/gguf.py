@@ -52,30 +52,6 @@ NUMBERS = {
     12: "d",
 }
 
-# llama.cpp's modules by ours, in the order of weight_names.INNER. A tensor of experts is (experts,
-# out, in).
-OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-INNER = {
-    "attention_norm": ["attn_norm"],
-    "attention_after": ["post_attention_norm"],
-    "attention": ["attn_sinks"],
-    "attention.qkv": ["attn_q", "attn_k", "attn_v"],
-    "attention.q_norm": ["attn_q_norm"],
-    "attention.k_norm": ["attn_k_norm"],
-    "attention.out": ["attn_output"],
-    "ffn_norm": ["ffn_norm"],
-    "ffn_after": ["post_ffw_norm"],
-    "ffn.gate_up": ["ffn_gate", "ffn_up"],
-    "ffn.down": ["ffn_down"],
-    "ffn.router": ["ffn_gate_inp", "ffn_gate_inp_shexp"],
-    "ffn.experts": ["exp_probs_b"],
-    "ffn.experts.gate_up": ["ffn_gate_exps", "ffn_up_exps"],
-    "ffn.experts.down": ["ffn_down_exps"],
-    "ffn.shared.gate_up": ["ffn_gate_shexp", "ffn_up_shexp"],
-    "ffn.shared.down": ["ffn_down_shexp"],
-}
-
-
 # Tensors that config.json holds as a RoPE scaling.
 ROPE_TENSORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 LISTS = ("sliding_window_pattern", "dimension_sections")  # keys of several values
@@ -432,15 +408,15 @@ def common_value(key: str, value: object) -> object:
 
 
 def model_type_of(keys: dict[str, object]) -> str:
-    """The family of a file. Of families that share an architecture, the last one whose `key` the
-    file holds."""
+    """The family of a file. Of families that share an architecture, the last one whose `arch_key`
+    the file holds."""
     architecture = keys.get("general.architecture")
-    records = {name: family.gguf for name, family in FAMILIES.items() if family.gguf}
-    for model_type, record in reversed(records.items()):
-        has_key = not record.key or keys.get(f"{architecture}.{record.key}")
-        if record.architecture == architecture and has_key:
+    families = {name: family for name, family in FAMILIES.items() if family.arch}
+    for model_type, family in reversed(families.items()):
+        has_key = not family.arch_key or keys.get(f"{architecture}.{family.arch_key}")
+        if family.arch == architecture and has_key:
             return model_type
-    supported = ", ".join(sorted({record.architecture for record in records.values()}))
+    supported = ", ".join(sorted({family.arch for family in families.values()}))
     raise UserError(
         f"general.architecture = {architecture!r:.60} is not supported; supported: {supported}"
     )
@@ -455,14 +431,11 @@ def open_tensors(path: Path) -> dict[str, Blocks]:
 
 def hf_tensors(model: GgufFile) -> dict[str, Blocks]:
     family = FAMILIES[model_type_of(model.keys)]
-    hf_inner = {**weight_names.INNER, **family.names}
-    hf_modules = dict(OUTER)
-    for module, stored_names in {**INNER, **family.gguf.names}.items():
-        hf_modules |= dict(zip(stored_names, hf_inner.get(module, ())))
+    hf_modules = weight_names.hf_by_gguf(family)
     norm_offset = family.fields.get("norm_offset", 0.0)
     heads = {}
-    if family.gguf.permutes_heads:
-        key = f"{family.gguf.architecture}.attention.head_count"
+    if family.permutes_heads:
+        key = f"{family.arch}.attention.head_count"
         heads["attn_q"] = int(model.keys.number(key))
         heads["attn_k"] = int(model.keys.number(f"{key}_kv", heads["attn_q"]))
     tensors = {}
@@ -484,6 +457,8 @@ def hf_tensors(model: GgufFile) -> dict[str, Blocks]:
         if module == "ffn_gate_inp_shexp" or "moe_statics" in hf_name:
             shape = (1, blocks.shape[-1])
             blocks = replace(blocks, shape=shape, bytes=blocks.bytes.view(1, -1))
+        if module.endswith("norm") and hf_name in tensors:  # the names of two families for one
+            raise UserError(f"tensor {name!r} stands for {hf_name}, as another does")
         has_experts = "{}" in hf_name and len(blocks.shape) == (3 if part == "weight" else 2)
         tensors |= experts_of(hf_name, blocks) if has_experts else {hf_name: blocks}
     return tensors

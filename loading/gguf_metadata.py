@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from decoding.errors import UserError
-from loading.families import FAMILIES, Family
+from loading.config import supported_values
+from loading.families import EXPERT_FIELDS, EXPERT_NAMES, FAMILIES, FIELDS, Family
 from loading.gguf import (
     Blocks,
     Entries,
@@ -29,60 +30,35 @@ from loading.gguf import (
 from loading.plain_files import error_prefix
 from loading.tokenizers.ranks import LLAMA3_PATTERN, TEKKEN_PATTERN
 
-# Hugging Face's key -> the architecture's key.
-REQUIRED = {
-    "hidden_size": "embedding_length",
-    "num_hidden_layers": "block_count",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "max_position_embeddings": "context_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-}
-EXPERTS = {
-    "num_local_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-    "n_shared_experts": "expert_shared_count",
-    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-    "first_k_dense_replace": "leading_dense_block_count",
-    "decoder_sparse_step": "interleave_moe_layer_step",
-    "routed_scaling_factor": "expert_weights_scale",
-    "norm_topk_prob": "expert_weights_norm",
-}
+# Keys that every file must have.
+REQUIRED = (
+    "block_count",
+    "embedding_length",
+    "attention.head_count",
+    "context_length",
+    "attention.layer_norm_rms_epsilon",
+)
 YARN = {
     "original_max_position_embeddings": "rope.scaling.original_context_length",
     "beta_fast": "rope.scaling.yarn_beta_fast",
     "beta_slow": "rope.scaling.yarn_beta_slow",
 }
-# Other keys that are read below, or that no arithmetic of a text depends on.
+# Keys in neither table of families.py that are read below, or that no arithmetic of a text depends
+# on.
 OTHER_KEYS = """
-attention.head_count_kv attention.key_length attention.sliding_window
-attention.sliding_window_pattern rope.dimension_count rope.freq_base rope.scaling.type
-rope.scaling.factor nextn_predict_layers
-attention.layer_norm_epsilon attention.value_length decoder_start_token_id embedding_length_out
-expert_group_used_count n_deepstack_layers pooling_type rope.dimension_sections
-rope.scaling.finetuned tensor_data_layout vocab_size
+rope.dimension_count rope.scaling.type rope.scaling.factor rope.scaling.yarn_beta_fast
+rope.scaling.yarn_beta_slow nextn_predict_layers attention.layer_norm_epsilon
+attention.sliding_window_pattern attention.value_length decoder_start_token_id
+embedding_length_out expert_group_used_count expert_shared_feed_forward_length
+n_deepstack_layers pooling_type rope.dimension_sections rope.scaling.finetuned
+tensor_data_layout vocab_size
 """
-READABLE = frozenset([*REQUIRED.values(), *EXPERTS.values(), *YARN.values(), *OTHER_KEYS.split()])
-# Keys of an architecture that would change the arithmetic, with the values under which they do not.
-# Keys that are in neither table are refused.
+# Others that would change the arithmetic, with the values under which they do not.
 NEUTRAL = {
-    "attention.causal": (True,),
-    "attention.clamp_kqv": (0,),
-    "attention.max_alibi_bias": (0,),
-    "attention.scale": (0,),
-    "attn_logit_softcapping": (0,),
-    "embedding_scale": (0, 1),
-    "expert_gating_func": (1, 0),
-    "expert_group_count": (0, 1),
-    "final_logit_softcapping": (0,),
-    "logit_scale": (0, 1),
-    "residual_scale": (0, 1),
     "rope.scale_linear": (0, 1),  # the factor in files from 2023
     "rope.scaling.attn_factor": (1,),
     "rope.scaling.yarn_attn_factor": (1,),
     "rope.scaling.yarn_ext_factor": (1, -1),
-    "use_parallel_residual": (False,),
 }
 
 
@@ -105,32 +81,29 @@ def config_of(model: GgufFile) -> dict:
     tensors = model.tensors
     if not tensors:
         raise UserError("the file has a vocabulary and no tensors; give the model's file")
-    prefix = f"{family.gguf.architecture}."
+    prefix = f"{family.arch}."
     values = Entries(f"key {prefix}", {})
     for key, value in model.keys.items():
         if key.startswith(prefix):
             values[key.removeprefix(prefix)] = common_value(key, value)
-    check_keys(values, tensors, family, prefix)
-    hf = {hf_key: values.number(key) for hf_key, key in REQUIRED.items()}
-    hf["num_hidden_layers"] -= values.number("nextn_predict_layers", 0)
-    num_heads = hf["num_attention_heads"]
-    head_dim = values.number("attention.key_length", max(1, hf["hidden_size"] // num_heads))
+    hidden_size = values.number("embedding_length")
+    num_heads = values.number("attention.head_count")
+    head_dim = values.number("attention.key_length", max(1, hidden_size // num_heads))
     dtype = tensors["blk.0.attn_output.weight"].stored_type.dtype
-    class_name = "".join(word.capitalize() for word in model_type.split("_"))
     # Defaults are llama.cpp's, which are not those of config.py.
-    hf |= {
+    hf = {
         "model_type": model_type,
-        "architectures": [f"{class_name}ForCausalLM"],
-        "hidden_act": "silu",
         "head_dim": head_dim,
         "partial_rotary_factor": values.number("rope.dimension_count", head_dim) / head_dim,
-        "num_key_value_heads": values.get("attention.head_count_kv", num_heads),
+        "num_key_value_heads": num_heads,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
         "rope_theta": values.number("rope.freq_base", 10000.0),
-        "sliding_window": values.get("attention.sliding_window") or None,
         "dtype": str(dtype or torch.bfloat16).removeprefix("torch."),
     }
+    hf |= translated(values, tensors, family)
+    hf["num_hidden_layers"] -= values.number("nextn_predict_layers", 0)
+    hf["sliding_window"] = hf.get("sliding_window") or None
     hf["rope_scaling"] = rope_scaling(values, tensors, hf)
     pattern = values.get("attention.sliding_window_pattern")
     if isinstance(pattern, tuple):  # for each layer: does it have a window?
@@ -140,19 +113,63 @@ def config_of(model: GgufFile) -> dict:
     for role, id in special_ids(model.keys, "bos", "eos").items():
         hf[f"{role}_token_id"] = id
     hf |= presence_flags(tensors, family)
-    if "expert_count" in values:
-        hf |= expert_keys(values, family)
-    return hf | family.gguf.hf_keys(values.get, hf)
+    hf |= family.hf_keys(values.get, hf)
+    words = hf["model_type"].removesuffix("_text").split("_")
+    return hf | {"architectures": [f"{''.join(map(str.capitalize, words))}ForCausalLM"]}
+
+
+def translated(values: Entries, tensors: Mapping[str, Blocks], family: Family) -> dict:
+    """The keys that the family reads, under config.json's names. UserError for a key that is
+    missing, that would change the arithmetic, or that is unknown."""
+    own_names = {EXPERT_NAMES.get(key, key): key for key in family.experts}
+    hf_keys = {
+        field.gguf: own_names.get(key, key) for key, field in (FIELDS | EXPERT_FIELDS).items()
+    }
+    supported_by_key = supported_keys(values, tensors, family, hf_keys)
+    hf = {}
+    for key, value in values.items():
+        if key in hf_keys and type(value) is float and value == 0:
+            continue  # llama.cpp takes it for a number that the file does not have
+        supported = supported_by_key.get(key, ())
+        if supported is not None and value not in supported:
+            choice = supported[0] if supported else "only files without it"
+            raise UserError(
+                f"{family.arch}.{key} = {value!r:.60} is not supported; supported: {choice}"
+            )
+        if supported is None and key in hf_keys:
+            hf[hf_keys[key]] = value
+    for key in REQUIRED:
+        values.number(key)
+    return hf
+
+
+def supported_keys(
+    values: Entries, tensors: Mapping[str, Blocks], family: Family, hf_keys: Mapping[str, str]
+) -> dict[str, tuple | None]:
+    """The architecture's keys -> their supported values; None: any."""
+    supported = supported_values(family, n_layers=0)
+    supported_by_key = {
+        **{key: supported.get(hf_key) for key, hf_key in hf_keys.items()},
+        **dict.fromkeys(OTHER_KEYS.split()),
+        **NEUTRAL,
+        "rope.freq_base_swa": (values.get("rope.freq_base", 10000.0),),
+        "expert_gating_func": (2 if family.fields.get("router_sigmoid") else 1, 0),
+    }
+    if "rope_factors_long.weight" in tensors:
+        supported_by_key["rope.scaling.attn_factor"] = None
+    if values.get("rope.scaling.type") == "yarn":
+        supported_by_key["rope.scaling.yarn_attn_factor"] = None
+    return supported_by_key | family.gguf_keys
 
 
 def presence_flags(tensors: Mapping[str, Blocks], family: Family) -> dict[str, bool]:
     """config.json's flags of what a model has, which the first layer's tensors answer."""
     tensor_by_flag = {
-        family.out_bias: "attn_output.bias",
-        family.ffn_bias: "ffn_gate.bias",
-        family.qkv_bias: "attn_q.bias",
+        family.has_out_bias: "attn_output.bias",
+        family.has_ffn_bias: "ffn_gate.bias",
+        family.has_qkv_bias: "attn_q.bias",
     }
-    if "use_qk_norm" in family.own_keys:
+    if "use_qk_norm" in family.defaults:
         tensor_by_flag["use_qk_norm"] = "attn_q_norm.weight"
     return {
         flag: f"blk.0.{tensor}" in tensors
@@ -161,43 +178,7 @@ def presence_flags(tensors: Mapping[str, Blocks], family: Family) -> dict[str, b
     }
 
 
-def check_keys(
-    values: Mapping[str, object],
-    tensors: Mapping[str, Blocks],
-    family: Family,
-    prefix: str,
-) -> None:
-    """UserError for a key that would change the arithmetic, or that is unknown."""
-    supported_by_key = {**dict.fromkeys(READABLE), **NEUTRAL}  # None: any value
-    supported_by_key["rope.freq_base_swa"] = (values.get("rope.freq_base", 10000.0),)
-    if "rope_factors_long.weight" in tensors:
-        supported_by_key["rope.scaling.attn_factor"] = None
-    if values.get("rope.scaling.type") == "yarn":
-        supported_by_key["rope.scaling.yarn_attn_factor"] = None
-    supported_by_key |= family.gguf.keys
-    for key, value in values.items():
-        supported = supported_by_key.get(key, ())
-        if supported is not None and value not in supported:
-            choice = supported[0] if supported else "only files without it"
-            raise UserError(f"{prefix}{key} = {value!r:.60} is not supported; supported: {choice}")
-
-
-def expert_keys(values: Mapping[str, object], family: Family) -> dict:
-    """config.json's keys of experts, by the family's own names. llama.cpp fixes per architecture
-    whether the chosen ones' weights sum to 1, where a file does not say it."""
-    hf = {hf_key: values[key] for hf_key, key in EXPERTS.items() if key in values}
-    hf["norm_topk_prob"] = bool(hf.get("norm_topk_prob", family.gguf.norm_topk_prob))
-    hf["routed_scaling_factor"] = hf.get("routed_scaling_factor") or 1.0  # 0 says nothing
-    if "shared_expert_intermediate_size" not in (family.experts or {}):  # their number says it
-        hf.pop("shared_expert_intermediate_size", None)
-    if "intermediate_size" in (family.experts or {}):
-        hf.pop("moe_intermediate_size", None)
-    return {family.gguf.expert_names.get(key, key): value for key, value in hf.items()}
-
-
-def rope_scaling(
-    values: Mapping[str, object], tensors: Mapping[str, Blocks], hf: dict
-) -> dict | None:
+def rope_scaling(values: Mapping[str, object], tensors: Mapping[str, Blocks], hf: dict) -> dict:
     """transformers' object; config.py refuses types that it does not have."""
     if "rope_factors_long.weight" in tensors:
         return {
@@ -211,20 +192,22 @@ def rope_scaling(
     factor = values.get("rope.scaling.factor", 0)
     if rope_type == "none" or (rope_type == "linear" and factor in (0, 1)):
         if "rope_freqs.weight" not in tensors:
-            return None
+            return {"rope_type": "default"}
         return llama3_scaling(tensors["rope_freqs.weight"], hf["head_dim"], hf["rope_theta"])
     if "rope_freqs.weight" in tensors:
         raise UserError(f"rope.scaling.type = {rope_type!r:.60} next to rope_freqs.weight")
     scaling = {"rope_type": rope_type, "factor": factor}
     if rope_type == "yarn":
         scaling |= {name: values[key] for name, key in YARN.items() if key in values}
+        default = FAMILIES[hf["model_type"]].default_rope
+        scaling["truncate"] = default.get("truncate", True)
         attention_factor = values.get("rope.scaling.yarn_attn_factor", 1)
         if attention_factor != 1:  # which says nothing
             scaling["attention_factor"] = attention_factor
     return scaling
 
 
-def llama3_scaling(stored: Blocks, head_dim: int, theta: float) -> dict | None:
+def llama3_scaling(stored: Blocks, head_dim: int, theta: float) -> dict:
     """Llama 3's RoPE scaling from the divisors of its frequencies, which are all that a file has of
     it. The low and high factors are taken to be the published ones."""
     exponents = torch.arange(0, head_dim, 2).double() / head_dim
@@ -233,7 +216,7 @@ def llama3_scaling(stored: Blocks, head_dim: int, theta: float) -> dict | None:
         raise UserError(f"rope_freqs.weight must hold {len(exponents)} positive numbers")
     factor = float(divisors.max())
     if (divisors == 1).all():
-        return None
+        return {"rope_type": "default"}
     low = 1.0
     high = 4.0
     length = 8192

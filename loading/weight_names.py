@@ -1,9 +1,11 @@
-"""The names of tensors: a parameter of ours <-> the Hugging Face tensors that fill it.
+"""The names of tensors: a parameter of ours <-> the Hugging Face tensors that fill it, and
+llama.cpp's.
 
-    OUTER, INNER    our module -> the modules whose rows, one after the other, make its matrix
+    MODULES         our module -> the modules whose rows, one after the other, make its matrix
+    module_names    a family's row of it;  hf_by_gguf  all of them
     sources         the tensors behind one parameter;  pieces  and the rows of it that each fills
 
-A Family's `names` replace entries of INNER, or add to them. This file does not know files; tp.py
+A Family's `names` replace rows of MODULES, or add to them. This file does not know files; tp.py
 knows the rows of a rank.
 """
 
@@ -11,29 +13,61 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from loading.families import FAMILIES
+from loading.families import FAMILIES, Family
 from model import Config
 from tp import ALONE, Ranks, shard_spec, source_rows
 
-OUTER = {"embed": ["model.embed_tokens"], "norm": ["model.norm"], "lm_head": ["lm_head"]}
-INNER = {
-    "attention_norm": ["input_layernorm"],
-    "attention": ["self_attn"],  # its sinks
-    "attention.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "attention.q_norm": ["self_attn.q_norm"],
-    "attention.k_norm": ["self_attn.k_norm"],
-    "attention.out": ["self_attn.o_proj"],
-    "ffn_norm": ["post_attention_layernorm"],
-    "ffn.gate_up": ["mlp.gate_proj", "mlp.up_proj"],
-    "ffn.down": ["mlp.down_proj"],
-    "ffn.router": ["mlp.gate"],
-    "ffn.experts": ["mlp.gate.e_score_correction_bias"],  # their selection bias
-    # {}: the expert's number
-    "ffn.experts.gate_up": ["mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"],
-    "ffn.experts.down": ["mlp.experts.{}.down_proj"],
-    "ffn.shared.gate_up": ["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"],
-    "ffn.shared.down": ["mlp.shared_experts.down_proj"],
+# Our module -> the names of Hugging Face's, and of llama.cpp's.
+MODULES = {
+    "embed": ("model.embed_tokens", "token_embd"),
+    "norm": ("model.norm", "output_norm"),
+    "lm_head": ("lm_head", "output"),
+    # Those of a layer.
+    "attention_norm": ("input_layernorm", "attn_norm"),
+    "attention_after": ("post_attention_layernorm", "post_attention_norm"),
+    "attention": ("self_attn", "attn_sinks"),  # its sinks
+    "attention.qkv": (
+        "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+        "attn_q attn_k attn_v",
+    ),
+    "attention.q_norm": ("self_attn.q_norm", "attn_q_norm"),
+    "attention.k_norm": ("self_attn.k_norm", "attn_k_norm"),
+    "attention.out": ("self_attn.o_proj", "attn_output"),
+    "ffn_norm": ("post_attention_layernorm", "ffn_norm"),
+    "ffn_after": ("post_feedforward_layernorm", "post_ffw_norm"),
+    "ffn.gate_up": ("mlp.gate_proj mlp.up_proj", "ffn_gate ffn_up"),
+    "ffn.down": ("mlp.down_proj", "ffn_down"),
+    "ffn.router": ("mlp.gate", "ffn_gate_inp ffn_gate_inp_shexp"),
+    # Their selection bias.
+    "ffn.experts": ("mlp.gate.e_score_correction_bias", "exp_probs_b"),
+    # {}: the expert's number. llama.cpp's tensors are (experts, out, in).
+    "ffn.experts.gate_up": (
+        "mlp.experts.{}.gate_proj mlp.experts.{}.up_proj",
+        "ffn_gate_exps ffn_up_exps",
+    ),
+    "ffn.experts.down": ("mlp.experts.{}.down_proj", "ffn_down_exps"),
+    "ffn.shared.gate_up": (
+        "mlp.shared_experts.gate_proj mlp.shared_experts.up_proj",
+        "ffn_gate_shexp ffn_up_shexp",
+    ),
+    "ffn.shared.down": ("mlp.shared_experts.down_proj", "ffn_down_shexp"),
 }
+
+
+def module_names(family: Family, module: str) -> tuple[list[str], list[str]]:
+    """The names of a module's sources: Hugging Face's and llama.cpp's."""
+    row = family.names.get(module) or MODULES[module]
+    hf_names, gguf_names = (row, MODULES[module][1]) if isinstance(row, str) else row
+    return hf_names.split(), gguf_names.split()
+
+
+def hf_by_gguf(family: Family) -> dict[str, str]:
+    """llama.cpp's module -> Hugging Face's."""
+    names = {}
+    for module in {**MODULES, **family.names}:
+        hf_names, gguf_names = module_names(family, module)
+        names |= dict(zip(gguf_names, hf_names))
+    return names
 
 
 def sources(config: Config, name: str) -> list[str]:
@@ -46,16 +80,17 @@ def sources(config: Config, name: str) -> list[str]:
         return [sources(config, f"{fused}.{part}")[int(number)]]
     if config.tie_embeddings and name == "lm_head.weight":
         module = "embed"
-    if module in OUTER:
-        return [f"{source}.{part}" for source in OUTER[module]]
-    _, layer, module = module.split(".", 2)
-    expert = ""
+    prefix = ""
+    number = ""
+    if module.startswith("layers."):
+        _, layer, module = module.split(".", 2)
+        prefix = f"model.layers.{layer}."
     if module.startswith("ffn.experts."):
-        _, _, expert, matrix = module.split(".")
+        _, _, number, matrix = module.split(".")
         module = f"ffn.experts.{matrix}"
-    names = FAMILIES[config.family].names.get(module) or INNER[module]
+    names, _ = module_names(FAMILIES[config.family], module)
     suffix = "" if part == "selection_bias" else f".{part}"
-    return [f"model.layers.{layer}.{source.format(expert)}{suffix}" for source in names]
+    return [f"{prefix}{source.format(number)}{suffix}" for source in names]
 
 
 def pieces(

@@ -1,6 +1,7 @@
 """examples/: a fork of this project as a diff, applied to a copy and compared with transformers."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -104,11 +105,10 @@ def copied(folder):
     return folder
 
 
-@pytest.fixture(scope="module")
-def fork(tmp_path_factory):
-    """A copy of the project with Muse Glimmer in it."""
-    folder = copied(tmp_path_factory.mktemp("fork") / "quickdraft")
-    diff = (ROOT / "examples" / "muse_glimmer.diff").read_text()
+def patched(folder, name: str):
+    """A copy of the project with a family of examples/ in it."""
+    copied(folder)
+    diff = (ROOT / "examples" / f"{name}.diff").read_text()
     done = subprocess.run(
         ["patch", "-p1", "--fuzz=0"], cwd=folder, input=diff, capture_output=True, text=True
     )
@@ -116,9 +116,58 @@ def fork(tmp_path_factory):
     return folder
 
 
-def test_muse_glimmer_is_a_diff_of_seventy_lines():
-    lines = (ROOT / "examples" / "muse_glimmer.diff").read_text().splitlines()
-    assert len([line for line in lines if re.match(r"[+-](?![+-]{2} [ab]/)", line)]) <= 70
+@pytest.fixture(scope="module")
+def fork(tmp_path_factory):
+    return patched(tmp_path_factory.mktemp("fork") / "quickdraft", "muse_glimmer")
+
+
+@pytest.mark.parametrize("name, num_lines", [("muse_glimmer", 65), ("k2_horizon", 15)])
+def test_a_family_is_a_diff_of_so_many_lines(name, num_lines):
+    lines = (ROOT / "examples" / f"{name}.diff").read_text().splitlines()
+    assert len([line for line in lines if re.match(r"[+-](?![+-]{2} [ab]/)", line)]) <= num_lines
+
+
+# Groups of the stream are normed by themselves.
+HORIZON = """
+import torch
+import tests.reference as reference
+from loading.config import config_from_hf
+from tests.conformance import check_family
+
+sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 131}
+hf = {**sizes, "num_attention_heads": 4, "rms_norm_eps": 1e-5, "layernorm_num_groups": 4}
+norm = reference.norm
+
+
+def norm_of_groups(x, weight, eps):
+    return norm(x.unflatten(-1, (4, -1)), 1, eps).flatten(-2) * weight
+
+
+reference.norm = norm_of_groups
+check_family({**hf, "model_type": "k2_horizon", "rope_theta": 1e7})
+for model_type, groups in (("k2_horizon", 1), ("llama", 1)):
+    config = config_from_hf({**hf, "model_type": model_type, "layernorm_num_groups": groups})
+    assert config.norm_groups == 1
+try:
+    config_from_hf({**hf, "model_type": "llama"})
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_k2_horizon_is_two_rows_and_its_norm(tmp_path):
+    """Another family refuses its key, at a value that is not neutral."""
+    folder = patched(tmp_path / "quickdraft", "k2_horizon")
+    done = subprocess.run(
+        [sys.executable, "-c", HORIZON],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": f"{folder}:{ROOT}"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "layernorm_num_groups = 4 is not supported; supported: 1" in done.stdout
 
 
 @pytest.mark.attack

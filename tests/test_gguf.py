@@ -1504,7 +1504,7 @@ def test_a_key_of_the_vocabulary_that_is_missing_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("qwen2.expert_count", 8, "num_local_experts = 8 is not supported"),
+        ("qwen2.expert_count", 8, "qwen2.expert_count = 8 is not supported"),
         (
             "llama.expert_gating_func",
             2,
@@ -1513,7 +1513,7 @@ def test_a_key_of_the_vocabulary_that_is_missing_is_named(tmp_path):
         (
             "llama.expert_weights_norm",
             0,
-            "norm_topk_prob = False is not supported; supported: True",
+            "llama.expert_weights_norm = 0 is not supported; supported: True",
         ),
         ("llama.attn_logit_softcapping", 30, "attn_logit_softcapping = 30"),
         ("llama.rope.scaling.type", "longrope", "m.gguf"),

@@ -50,7 +50,8 @@ from decoding.engine import Engine
 from decoding.errors import UserError
 from decoding.sampling import Sampling
 from loading.checkpoint import load_config, load_model
-from loading.config import NEUTRAL, config_from_hf
+from loading.config import config_from_hf
+from loading.families import NEUTRAL
 from loading.models import random_model
 from loading.saving import save_model
 from loading.tokenizer import load_tokenizer
