@@ -100,8 +100,8 @@ class HybridDraft(Drafter):
         if rows and len(rows) == len(plan.requests):
             return self.first.propose(batch, plan)
         draft = self.second.propose(batch, plan)
-        if rows:  # other memories' requests take the first one
+        if rows or not plan.requests:  # without requests both are compiled and measured
             first = self.first.propose(batch, plan)
-            draft.tokens[rows] = first.tokens[rows]
+            draft.tokens[rows] = first.tokens[rows]  # other memories' requests take it
             draft.q[rows] = first.q[rows]
         return draft
