@@ -831,7 +831,7 @@ REFUSED = [  # (quantization_config, what the message must name)
     ),
     (with_group(PACKED, output_activations=TOKENS), "output_activations"),
     (with_group(PACKED, weights=None), "weights = None"),
-    ({**PACKED, "config_groups": {}}, "config_groups = []"),
+    ({**PACKED, "config_groups": {}}, "config_groups = {}"),
     ({**PACKED, "config_groups": {"a": {"targets": [True]}, "b": {}}}, "targets = [True]"),
     ({**PACKED, "config_groups": {"a": {"targets": 5}, "b": {}}}, "targets = 5"),
     ({**PACKED, "config_groups": {"W4A16": ["Linear"]}}, "W4A16 = ['Linear']"),

@@ -263,12 +263,7 @@ def modelopt_layout(settings: dict) -> Fp8 | Renamed:
 def compressed_layout(settings: dict) -> Layout | Renamed:
     """compressed-tensors, src/compressed_tensors/quantization/{quant_config,quant_args}.py"""
     check(settings, transform_config=(None, {}))
-    groups = read_object(settings, "config_groups")
-    if len(groups) != 1:
-        names = {"config_groups": sorted(groups)}
-        raise unsupported(names, "config_groups", "it must hold a group")
-    (group_name,) = groups
-    scheme = read_object(groups, group_name)
+    (scheme,) = settings["config_groups"].values()
     check(scheme, output_activations=(None,))
     others = settings.get("kv_cache_scheme") or scheme.get("input_activations")
     note = WEIGHTS_ONLY if others else None
@@ -291,14 +286,14 @@ def compressed_layout(settings: dict) -> Layout | Renamed:
 
 
 def compressed_override(settings: dict, names: list[str]) -> dict:
-    """Of several config_groups, the one with the most specific target: the module's name, a pattern
-    (the first in the alphabet), then its class. Matrices that none targets, or that `ignore` names,
-    are stored in full precision, so that any group will do. Sources: compressed-tensors,
-    src/compressed_tensors/utils/match.py (match_targets) and
+    """Keeps one of the config_groups, that with the most specific target: the module's name, a
+    pattern (the first in the alphabet), then its class. Matrices that none targets, or that
+    `ignore` names, are stored in full precision, so that any group will do. Sources:
+    compressed-tensors, src/compressed_tensors/utils/match.py (match_targets) and
     quantization/lifecycle/apply.py (apply_quantization_config)."""
     groups = read_object(settings, "config_groups")
-    if len(groups) < 2:
-        return settings
+    if not groups:
+        raise unsupported(settings, "config_groups", "it must hold a group")
     group_by_priority = {(2,): next(iter(groups))}  # after all targets
     for group in groups:
         for target in read_names(read_object(groups, group), "targets"):
