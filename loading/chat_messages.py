@@ -1,29 +1,26 @@
 """Messages as clients send them -> messages as chat templates read them.
 
-    message_forms    a conversation in every form that a template may expect, the commonest first
-    render_complete  its text in the first form whose messages the template reads, all of them
-    Marker           puts a number into every text, to see which of them a template leaves out
-    join_parts       a message's content as one text
+    message_forms    a conversation in the forms that a template may expect, the commonest first
+    first_text       its text in the first form that the template takes
+    Watched          a message that knows which of its keys a template has read
+    join_parts       a message's content as one text; split_parts: as a list of parts
 
-No function here knows a tokenizer or an instance of a template: `render` is a function of messages.
+No function here knows a tokenizer or jinja.
 """
 
-import itertools
+import functools
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from decoding.errors import UserError
-
-CONTENT = "content"
-# No text holds it, and digits survive upper, tojson and the other filters of templates.
-MARK_PREFIX = "71839265"
-MARK = re.compile(rf"(?=({MARK_PREFIX}\d{{6}}))")  # also one that begins inside of other digits
 
 
 class ContentError(UserError):
     """The error of a message with a part that is not text."""
+
+
+class LossError(UserError):
+    """The error of a message that the template leaves out."""
 
 
 def join_parts(content: object) -> object:
@@ -44,10 +41,6 @@ def join_parts(content: object) -> object:
 def split_parts(content: object) -> object:
     """A message's text as a list of parts."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def unchanged(value: object) -> object:
-    return value
 
 
 def parse_arguments(arguments: object) -> object:
@@ -93,165 +86,110 @@ def map_calls(message: dict, change: Callable[[dict], dict]) -> dict:
     return message | {"tool_calls": changed}
 
 
-class MessageForm(NamedTuple):
-    """How a template wants messages."""
-
-    developer: str  # the role of a developer
-    content: Callable[[object], object]  # content -> content
-    # The content of a message that has tool calls and no text. "absent": its key is left out, as
-    # transformers does.
-    empty_content: str | None
-    arguments: Callable[[object], object]  # of a call -> of a call
-
-    def write(self, message: dict) -> dict:
-        written = {key: value for key, value in message.items() if value is not None}
-        if written.get("role") == "developer":
-            written["role"] = self.developer
-        if "content" in written:
-            written["content"] = self.content(written["content"])
-        has_calls = bool(written.get("tool_calls"))
-        if has_calls and not written.get("content") and self.empty_content != "absent":
-            written["content"] = self.empty_content
-        return map_calls(written, self.write_call)
-
-    def write_call(self, function: dict) -> dict:
-        return function | {"arguments": self.arguments(function.get("arguments"))}
-
-
 def message_forms(
-    messages: list[dict], reads_parts: bool, has_developer: bool
+    messages: list[dict], developer: str, content_form: Callable[[object], object]
 ) -> Iterator[list[dict]]:
-    """The conversation in every form that a template may expect, the commonest first; none comes
-    twice.
+    """The conversation in the forms that a template may expect, the commonest first; none comes
+    twice, and without tool calls there is one. `developer`: the role that developers have there.
 
     DeepSeek's templates join a call's arguments as text, others write them by tojson or read their
-    members; some read a null content beside tool calls and refuse a missing one. A template without
-    the role developer gets it as system, as in llama.cpp.
+    members. Beside calls some read a null content and refuse the missing one that transformers
+    gives them, others join an empty one.
     """
-    contents = [unchanged, split_parts] if reads_parts else [join_parts]
-    developers = ["developer", "system"] if has_developer else ["system"]
     earlier = []
-    for options in itertools.product(
-        developers,
-        contents,
-        ("absent", None, ""),
-        (parse_arguments, write_arguments, wrap_arguments),
-    ):
-        written = [MessageForm(*options).write(message) for message in messages]
-        if written not in earlier:
-            earlier.append(written)
-            yield written
+    for no_text in ({}, {"content": None}, {"content": ""}):
+        for arguments in (parse_arguments, write_arguments, wrap_arguments):
+            write = functools.partial(written, developer, content_form, no_text, arguments)
+            form = list(map(write, messages))
+            if form not in earlier:
+                earlier.append(form)
+                yield form
+
+
+def written(
+    developer: str,
+    content_form: Callable[[object], object],
+    no_text: dict,
+    arguments: Callable[[object], object],
+    message: dict,
+) -> dict:
+    """A message without null keys in one form. `no_text` stands beside calls where no text does."""
+    message = {key: value for key, value in message.items() if value is not None}
+    if message.get("role") == "developer":
+        message["role"] = developer
+    if "content" in message:
+        message["content"] = content_form(message["content"])
+    if message.get("tool_calls") and not message.get("content"):
+        message |= no_text
+
+    def write_call(function: dict) -> dict:
+        return function | {"arguments": arguments(function.get("arguments"))}
+
+    return map_calls(message, write_call)
+
+
+def first_text(render: Callable[[list[dict]], str], forms: Iterable[list[dict]]) -> str:
+    """The text of the first form that the template takes. Without one, UserError: what it leaves
+    out, or why it refuses the last form."""
+    refusal = None
+    for messages in forms:
+        try:
+            return render(messages)
+        except UserError as error:
+            if not isinstance(refusal, LossError):
+                refusal = error
+    raise refusal
 
 
 # --------------------------------------------------------------------- what a template leaves out
 
 
-class Mark(NamedTuple):
-    """A number in a text of message `index`; `part` says in which."""
+class Watched(dict):
+    """A message, or the function of a call, that knows which of its keys a template has read."""
 
-    text: str
-    index: int
-    part: str
+    def __init__(self, values: dict):
+        super().__init__(map_calls(values, Watched))
+        self.keys_read = set()
 
+    def __getitem__(self, key: str) -> object:
+        self.keys_read.add(key)
+        return super().__getitem__(key)
 
-class Marker:
-    """Puts a number of its own after every text of a content, and after the name of every tool
-    call. Thoughts have none: templates drop those of earlier turns by design."""
+    def get(self, key: str, default: object = None) -> object:
+        self.keys_read.add(key)
+        return super().get(key, default)
 
-    def __init__(self):
-        self.marks: list[Mark] = []
-        self.index = 0
+    def items(self) -> Iterable:  # as tojson writes it
+        self.keys_read.update(self)
+        return super().items()
 
-    def new_mark(self, part: str) -> str:
-        text = f"{MARK_PREFIX}{len(self.marks):06}"
-        self.marks.append(Mark(text, self.index, part))
-        return text
-
-    def mark_message(self, index: int, message: dict) -> dict:
-        self.index = index
-        marked = map_calls(message, self.mark_call)
-        if "content" in message:
-            marked = marked | {"content": self.mark_content(message["content"])}
-        return marked
-
-    def mark_content(self, content: object) -> object:
-        match content:
-            case list():
-                return [self.mark_content(part) for part in content]
-            case {"text": text}:
-                return content | {"text": self.mark_content(text)}
-            case str() if content.strip():
-                return content + self.new_mark(CONTENT)
-        return content
-
-    def mark_call(self, function: dict) -> dict:
-        return function | {"name": f"{function.get('name', '')}{self.new_mark('tool_calls')}"}
+    def __repr__(self) -> str:
+        return repr(dict(self.items()))
 
 
-def render_complete(
-    render: Callable[[list[dict]], str], forms: Iterable[list[dict]], roles: Sequence[str] = ()
-) -> str:
-    """The text of the first form that the template renders and of which it leaves nothing out.
-    Without one, UserError: what it leaves out of the last form that it renders, or why it refuses
-    the last form of all. `roles`: those that the template mentions, for the message."""
-    loss = None
-    for messages in forms:
-        try:
-            text = render(messages)
-        except UserError as error:
-            refusal = error
-            continue
-        loss = find_loss(render, messages, roles)
-        if loss is None:
-            return text
-    raise refusal if loss is None else UserError(loss)
+def check_read(messages: Iterable[Watched], roles: Iterable[str]) -> None:
+    """UserError for a message of which the template has not read the content, or a tool call.
+    Thoughts need not be read: templates drop those of earlier turns by design. `roles`: those that
+    the template mentions."""
+    for number, message in enumerate(messages):
+        values = dict(message)
+        lost = None
+        if not all(map(is_call_read, values.get("tool_calls") or [])):
+            lost = "tool_calls"
+        elif has_text(values.get("content")) and "content" not in message.keys_read:
+            lost = f"content; the roles that it knows: {', '.join(roles)}"
+        if lost is not None:
+            raise LossError(
+                f"messages[{number}], role {values.get('role')!r:.99}: the chat template leaves"
+                f" out its {lost}"
+            )
 
 
-def find_loss(
-    render: Callable[[list[dict]], str], messages: list[dict], roles: Sequence[str]
-) -> str | None:
-    """The first part of the conversation that the template leaves out, described; None for a
-    template that refuses the marks. If it drops content from an earlier answer and keeps it in a
-    last one, the content is taken for a thought: gpt-oss's template does so with the content beside
-    tool calls."""
-
-    def render_or_none(messages: list[dict]) -> str | None:
-        try:
-            return render(messages)
-        except UserError:
-            return None
-
-    marker = Marker()
-    marked = [marker.mark_message(index, message) for index, message in enumerate(messages)]
-    text = render_or_none(marked)
-    if text is None:
-        return None
-    written = set(MARK.findall(text))  # one look at the text, however many marks there are
-    are_thoughts: dict[bool, bool] = {}  # by whether the answers have tool calls
-    for mark in marker.marks:
-        if mark.text in written:
-            continue
-        message = messages[mark.index]
-        has_calls = bool(message.get("tool_calls"))
-        if has_calls not in are_thoughts:
-            last_text = render_or_none(marked[: mark.index + 1]) or ""
-            are_thoughts[has_calls] = mark.text in last_text
-        is_answer = mark.part == CONTENT and message.get("role") == "assistant"
-        if not is_answer or not are_thoughts[has_calls]:
-            return describe_loss(mark, message, roles)
-    return None
+def has_text(content: object) -> bool:
+    return bool(content.strip() if isinstance(content, str) else content)
 
 
-def describe_loss(mark: Mark, message: dict, roles: Sequence[str]) -> str:
-    """What the template leaves out, and why as far as one can tell."""
-    role = message.get("role")
-    text = (
-        f"messages[{mark.index}], role {role!r:.99}: the chat template leaves out its {mark.part}"
-    )
-    if mark.part != CONTENT:
-        return text
-    if message.get("tool_calls"):
-        return f"{text}, because it has tool_calls beside it"
-    if "user" in roles and role not in roles:
-        return f"{text}; the roles that it knows: {', '.join(roles)}"
-    return f"{text} at this place of the conversation"
+def is_call_read(call: object) -> bool:
+    """Was anything of its function read? A call holds one, or is one itself."""
+    function = dict(call).get("function", call) if isinstance(call, dict) else call
+    return not isinstance(function, Watched) or bool(function.keys_read)

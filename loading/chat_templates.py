@@ -9,6 +9,7 @@ ENVIRONMENT          the sandbox with transformers' extensions, filters and func
 
 import datetime
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import jinja2
@@ -17,6 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from decoding.errors import UserError
+from loading.chat_messages import Watched, check_read, join_parts, split_parts
 from loading.plain_files import error_prefix, file_exists, one_line, read_json, read_plain
 
 # Keys of a message that hold thoughts, in transformers' order.
@@ -84,9 +86,9 @@ class ChatTemplate:
                 f"the chat template is broken: {one_line(error)}; --chat_template"
                 " FILE gives another"
             ) from None
-        # A template that loops over a message's content can read a list of parts.
-        self.reads_parts = any(is_content(loop.iter) for loop in tree.find_all(nodes.For))
         self.roles = [role for role in ROLES if role in constants]
+        self.developer = "developer" if "developer" in self.roles else "system"
+        self.content_form = content_form(tree)
 
     def select(self, tools: list | None) -> "ChatTemplate":
         """The template for a conversation with these tools."""
@@ -115,19 +117,32 @@ class ChatTemplate:
         **variables,
     ) -> str:
         """A conversation's text. `variables`: more of the template's, such as enable_thinking.
-        UserError if the template raises an error."""
+        UserError if the template raises an error, or leaves out a message or a call."""
+        watched = [Watched(fill_thoughts(message)) for message in messages]
         variables = {
             "documents": None,
             **self.variables,
             **variables,
-            "messages": [fill_thoughts(message) for message in messages],
+            "messages": watched,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self.program.render(variables)
+            text = self.program.render(variables)
         except Exception as error:  # a template can raise any
             raise UserError(f"the chat template refused the messages: {one_line(error)}") from None
+        check_read(watched, self.roles)
+        return text
+
+
+def content_form(tree: nodes.Template) -> Callable[[object], object]:
+    """How a template reads a message's content, which may be a text or a list of parts: it loops
+    over parts, and may take texts too where it asks whether the content is one."""
+    if not any(is_content(loop.iter) for loop in tree.find_all(nodes.For)):
+        return join_parts
+    if any(test.name == "string" and is_content(test.node) for test in tree.find_all(nodes.Test)):
+        return lambda content: content
+    return split_parts
 
 
 def is_content(node: nodes.Node) -> bool:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decoding.errors import UserError
-from loading.chat_messages import join_parts, message_forms, render_complete
+from loading.chat_messages import first_text, join_parts, message_forms
 from loading.chat_templates import ChatTemplate, load_chat_template, read_chat_template
 from loading.plain_files import error_prefix, file_exists, is_gguf, plain_file
 from loading.tokenizers.base import APART, Runtime, library_errors
@@ -177,9 +177,9 @@ class Tokenizer:
         def render(form: list[dict]) -> str:
             return template.render(form, add_generation_prompt, **variables)
 
-        forms = message_forms(messages, template.reads_parts, "developer" in template.roles)
+        forms = message_forms(messages, template.developer, template.content_form)
         escaped_forms = ([escape(message) for message in form] for form in forms)
-        text = render_complete(render, escaped_forms, template.roles)
+        text = first_text(render, escaped_forms)
         return self.parse(text + self._escape(prefill, self.specials))
 
     def _escape(self, value: object, names: Iterable[str]) -> object:

@@ -43,7 +43,7 @@ from decoding.errors import UserError
 from decoding.sampling import Sampling
 from drafts.registry import load_models
 from generate import LLM
-from loading.chat_messages import message_forms, render_complete
+from loading.chat_messages import first_text, message_forms
 from loading.files import write_atomically
 from loading.target import pick_device
 from loading.tokenizer import Tokenizer
@@ -288,10 +288,8 @@ class QuickdraftLM(TemplateLM):
 
     def _render(self, messages: list[dict], add_generation_prompt: bool) -> str:
         template = self.tokenizer.template
-        forms = message_forms(messages, template.reads_parts, has_developer=False)
-        return render_complete(
-            lambda form: template.render(form, add_generation_prompt), forms, template.roles
-        )
+        forms = message_forms(messages, template.developer, template.content_form)
+        return first_text(lambda form: template.render(form, add_generation_prompt), forms)
 
     def _loglikelihood_tokens(
         self, requests, disable_tqdm: bool = False, **kwargs

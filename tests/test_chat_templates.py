@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 
-from loading.chat_messages import find_loss
 from loading.chat_templates import ChatTemplate
 from loading.tokenizer import copy_files, load_tokenizer
 
@@ -358,23 +357,3 @@ def test_keys_and_roles_that_spell_special_tokens_stay_text(sp_folder, tmp_path)
     assert tokenizer.decode(ids).count(
         '"a</s>b": {"<s>": 1}'
     ) == 3 and "user</s>x" in tokenizer.decode(ids)
-
-
-def test_however_many_messages_there_are_their_text_is_searched_once():
-    """Digits in front of a mark do not hide it, and the message that is left out is named."""
-
-    searches = []
-
-    class Text(str):
-        def __contains__(self, other: str) -> bool:
-            searches.append(other)
-            return super().__contains__(other)
-
-    def render(messages: list[dict]) -> str:
-        return Text("".join(message["content"] for message in messages if "drop" not in message))
-
-    messages = [{"role": "user", "content": "71839265" * n} for n in range(50)]
-    assert find_loss(render, messages[1:], ()) is None
-    assert searches == []
-    loss = find_loss(render, [*messages[1:8], {**messages[9], "drop": True}], ())
-    assert loss.startswith("messages[7], role 'user': ") and "leaves out its content" in loss

@@ -135,7 +135,7 @@ CONVERSATIONS = {
 REFUSALS = {"a system message": 5, "spaces and marks": 5, "tools": 3, "a call": 6, "two calls": 9}
 # Templates that leave out a part of the conversation, which transformers does not notice and we
 # refuse.
-LOSSES = {"tools": 6, "a call": 9, "two calls": 21, "variables": 1}
+LOSSES = {"tools": 6, "a call": 9, "two calls": 20, "variables": 1}
 VARIABLES = ("tools", "enable_thinking", "reasoning_effort")
 
 

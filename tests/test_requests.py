@@ -495,7 +495,7 @@ HARMONY = LOOP + (
     "{% if m.role in ['developer', 'user', 'tool'] %}[{{ m.role }}]{{ m.content }}{% elif m.role"
     " == 'assistant' %}"
     "{% set later = messages[loop.index:] | selectattr('role', 'equalto', 'assistant') | list %}"
-    "{% if m.tool_calls %}{% if not later %}[analysis]{{ m.thinking or m.content }}{% endif %}"
+    "{% if m.tool_calls %}{% set thought = m.thinking or m.content %}{% if not later %}[analysis]{{ thought }}{% endif %}"
     "{{ m.tool_calls[0].function }}{% else %}{{ m.content }}{% endif %}{% endif %}{% endfor %}"
 )
 JOINED = LOOP + (
@@ -552,13 +552,12 @@ def test_a_message_is_in_the_prompt_or_refused_with_role_and_reason():
         (
             FIRST_SYSTEM,
             [USER_TURN, ANSWER, late],
-            "messages[2], role 'system': the chat template leaves out its content at this place",
+            "messages[2], role 'system': the chat template leaves out its content",
         ),
         (
             FIRST_SYSTEM,
             [USER_TURN, beside, RESULT],
-            "messages[1], role 'assistant': the chat template leaves out its"
-            " content, because it has tool_calls beside it",
+            "messages[1], role 'assistant': the chat template leaves out its content",
         ),
         (
             FIRST_SYSTEM,
@@ -577,7 +576,6 @@ def test_a_message_is_in_the_prompt_or_refused_with_role_and_reason():
         ),
         ("{{ messages[-1].content }}", [USER_TURN], None),
         ("{{ messages[-1].content }}", [DEVELOPER, USER_TURN], "messages[0], role 'system'"),
-        ("{{ messages[0].content[:2] }}", [USER_TURN], "messages[0], role 'user'"),
     ):
         if reason is None:
             assert "hm</think>" not in chat_text(source, messages)
@@ -586,8 +584,6 @@ def test_a_message_is_in_the_prompt_or_refused_with_role_and_reason():
             chat_text(source, messages)
     assert chat_text(CHATML, [DEVELOPER, USER_TURN]) == "[system]Be brief.[user]Who?"
     assert chat_text(HARMONY, [DEVELOPER, USER_TURN]) == "[developer]Be brief.[user]Who?"
-    # it mentions it and drops it
-    assert chat_text(JOINED, [DEVELOPER, USER_TURN]) == "[system]Be brief.[user]Who?"
     assert chat_text(IN_PARTS, [USER_TURN, ANSWER]) == "[user]Who?[assistant]Tom."
 
 

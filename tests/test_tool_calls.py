@@ -25,7 +25,7 @@ from decoding.options import EngineOptions
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
 from generate import LLM
-from loading.chat_messages import message_forms, render_complete
+from loading.chat_messages import first_text, message_forms
 from loading.chat_templates import ChatTemplate
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer
@@ -147,8 +147,8 @@ def test_arguments_that_are_no_object_reach_every_template_as_text(arguments, ca
         "INTRODUCTION", "''"
     )
     template = ChatTemplate(source.replace("PROMPT", ""), {})
-    forms = message_forms(written, template.reads_parts, False)
-    text = render_complete(lambda form: template.render(form, False), forms)
+    forms = message_forms(written, template.developer, template.content_form)
+    text = first_text(lambda form: template.render(form, False), forms)
     expected = expected.replace("JSON", json.dumps(arguments)).replace("TEXT", arguments)
     assert text.removeprefix(f"{TURN}f").removesuffix("<|end_of_text|>") == expected
 
