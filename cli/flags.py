@@ -545,6 +545,13 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
     return group(ModelOptions, args, checkpoint=checkpoint_path(args.checkpoint))
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The flags of the model that a program loads."""
+    FLAGS["checkpoint"].add_to(parser, required=True, default=None, help=PATH_HELP)
+    for key in ("quantize", "quantize_head", "dtype", "device"):
+        FLAGS[key].add_to(parser)
+
+
 def draft_options(args: argparse.Namespace) -> DraftOptions:
     spec, folder = split_folder(args.draft)
     if args.draft_checkpoint is not None:

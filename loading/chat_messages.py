@@ -10,7 +10,7 @@ No function here knows a tokenizer or jinja.
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 from decoding.errors import UserError
 

@@ -15,11 +15,10 @@ Exit status 1 says that greedy tokens differ. Sampled tokens may differ, because
 only their distribution.
 """
 
-if __name__ == "__main__":  # before torch is imported: --help and wrong flags are answered at once
-    from cli.start import answer_flags
-    from scripts.flags import compare_args
+if __name__ == "__main__":  # before torch is imported
+    from cli.process import prepare
 
-    answer_flags(compare_args)
+    prepare()
 
 import json
 import math
@@ -35,9 +34,10 @@ import torch
 
 from cli.answers import RowAnswer
 from cli.errors import cpu_share, exit_on_error
-from cli.flags import given, options_of, parser, with_chosen_seed
+from cli.flags import FLAGS, Parser, given, positive, with_chosen_seed
+from cli.flags import parse_args as generate_options
 from cli.opening import context_limit, print_sampling, sampling_paths
-from cli.options import Options
+from cli.options import Options, PromptOptions
 from cli.prompts import Encoder, Prompt, Row, read_prompts
 from cli.report import decided, rate, speculative, summary
 from cli.running import run_interruptibly, warm_up
@@ -52,12 +52,57 @@ from loading.options import ModelOptions
 from loading.target import Target, load_target, pick_device
 from loading.tokenizer import Tokenizer
 from model import Transformer
-from scripts.flags import CompareOptions
-from scripts.flags import compare_args as parse_args
 from scripts.perplexity import check_same_tokens
 
 WARM_UP_TOKENS = 8  # new tokens a prompt in each side's first batch, which does not count
 CONTEXT_TOKENS = 8  # tokens printed before a difference, and half as many after it
+
+
+class CompareOptions(NamedTuple):
+    a: str
+    b: str
+    prompts: PromptOptions
+    rounds: int
+    json: bool
+
+
+def parse_args(argv: Sequence[str] | None = None) -> CompareOptions:
+    parser = Parser(
+        description="Compare the tokens and the rates of two configurations of generate.py."
+    )
+    add = parser.add_argument
+    add(
+        "--a",
+        required=True,
+        metavar="FLAGS",
+        help='flags of generate.py, such as "--temperature 0"',
+    )
+    add("--b", required=True, metavar="FLAGS", help="the other configuration; ratios are b over a")
+    source = parser.add_mutually_exclusive_group()
+    FLAGS["prompt"].add_to(source)
+    FLAGS["prompt_file"].add_to(source)
+    add(
+        "--rounds",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="decode each prompt N times by a, b, b, a; default: 1",
+    )
+    add("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args(join_flags_of_sides(sys.argv[1:] if argv is None else argv))
+    prompts = PromptOptions(prompt=args.prompt, file=args.prompt_file)
+    return CompareOptions(args.a, args.b, prompts, args.rounds, args.json)
+
+
+def join_flags_of_sides(words: Sequence[str]) -> list[str]:
+    """--a FLAGS as --a=FLAGS: argparse would take a --compile after --a for a flag of its own."""
+    joined = []
+    for word in words:
+        if joined and joined[-1] in ("--a", "--b"):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 @dataclass
@@ -106,10 +151,8 @@ def side_options(name: str, flags: str, prompt_file: str | None = None) -> Optio
             f"--{name}: {refused[0].name} has no meaning here; this program has its own --prompt"
             " and --json"
         )
-    args = parser().parse_args(words)
-    args.prompt_file = prompt_file
-    args.batch_size = args.batch_size or 1
-    return options_of(args)
+    of_prompts = [] if prompt_file is None else [f"--prompt_file={prompt_file}"]
+    return generate_options(["--batch_size=1", *words, *of_prompts])
 
 
 def share_random_seeds(a: Options, b: Options) -> tuple[Options, Options]:

@@ -15,11 +15,10 @@ treated as the harness's Hugging Face model treats them, so that figures compare
 `loglikelihood_rolling` names the exception.
 """
 
-if __name__ == "__main__":  # before torch is imported: --help and wrong flags are answered at once
-    from cli.start import answer_flags
-    from scripts.flags import eval_lm_args
+if __name__ == "__main__":  # before torch is imported
+    from cli.process import prepare
 
-    answer_flags(eval_lm_args)
+    prepare()
 
 import dataclasses
 import itertools
@@ -36,6 +35,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cli.errors import exit_on_error, fail
+from cli.flags import FLAGS, Parser, add_model, draft_options, model_options, positive
 from cli.options import check_writable
 from decoding.answers import Answer
 from decoding.engine import Engine
@@ -45,11 +45,10 @@ from drafts.registry import load_models
 from generate import LLM
 from loading.chat_messages import first_text, message_forms
 from loading.files import write_atomically
+from loading.options import DraftOptions, ModelOptions
 from loading.target import pick_device
 from loading.tokenizer import Tokenizer
 from model import Caches, Transformer
-from scripts.flags import EvaluationOptions
-from scripts.flags import eval_lm_args as parse_args
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -147,9 +146,7 @@ def score(
 
 @torch.inference_mode()
 def score_branches(
-    model: Transformer,
-    prefixes: Sequence[Sequence[int]],
-    branches: Sequence[list[Branch]],
+    model: Transformer, prefixes: Sequence[Sequence[int]], branches: Sequence[list[Branch]]
 ) -> Iterator[tuple[int, Score]]:
     """Yield what `score` yields, for the branches of each prefix. A prefix runs once; each of its
     branches overwrites the cached positions of the one before."""
@@ -372,9 +369,7 @@ class QuickdraftLM(TemplateLM):
             yield from score_branches(self.model, prefixes, branches)
 
     def _score_rows(
-        self,
-        rows: list[InputRow],
-        continuations_by_row: dict[InputRow, list[Continuation]],
+        self, rows: list[InputRow], continuations_by_row: dict[InputRow, list[Continuation]]
     ) -> Iterator[tuple[int, Score]]:
         for batch in self._batches(rows):
             yield from score(self.model, batch, [continuations_by_row[row] for row in batch])
@@ -490,6 +485,63 @@ class QuickdraftLM(TemplateLM):
                 " positions: their first tokens are left out",
                 file=sys.stderr,
             )
+
+
+class EvaluationOptions(NamedTuple):
+    """`flags`: all flags by name; the lm-evaluation-harness reads most of them."""
+
+    model: ModelOptions
+    draft: DraftOptions
+    flags: dict
+
+
+def parse_args() -> EvaluationOptions:
+    parser = Parser(description="Run tasks of the lm-evaluation-harness on a model.")
+    add = parser.add_argument
+    add_model(parser)
+    add(
+        "--tasks",
+        required=True,
+        metavar="NAME,NAME",
+        help="tasks of the harness, or of --include_path",
+    )
+    add("--include_path", metavar="DIR", help="a folder of your own YAML tasks")
+    add("--limit", type=positive, metavar="N", help="only the first N documents of each task")
+    add(
+        "--num_fewshot",
+        type=int,
+        metavar="N",
+        help="examples before each question; default: the task's",
+    )
+    add(
+        "--batch_size",
+        type=positive,
+        default=8,
+        help="requests that run together; default: %(default)s",
+    )
+    add(
+        "--max_length",
+        type=positive,
+        metavar="N",
+        help="input tokens of one pass; default: the model's context",
+    )
+    add(
+        "--apply_chat_template",
+        action="store_true",
+        help="write prompts in the folder's chat template",
+    )
+    add("--system", metavar="TEXT", help="system message, or text before every prompt")
+    add(
+        "--gen_kwargs",
+        metavar="KEY=VALUE,…",
+        help="replace a task's settings, such as max_gen_toks or temperature",
+    )
+    add("--output", metavar="FILE", help="write the harness's results as JSON")
+    draft = parser.add_mutually_exclusive_group()
+    FLAGS["draft_checkpoint"].add_to(draft)
+    FLAGS["draft"].add_to(draft)
+    args = parser.parse_args()
+    return EvaluationOptions(model_options(args), draft_options(args), vars(args))
 
 
 def check_tasks(names: Sequence[str], manager) -> None:

@@ -10,12 +10,12 @@ are scored; otherwise all but the first. The standard error is that of the mean 
 the share of positions where both have the same most likely token.
 """
 
-if __name__ == "__main__":  # before torch is imported: --help and wrong flags are answered at once
-    from cli.start import answer_flags
-    from scripts.flags import perplexity_args
+if __name__ == "__main__":  # before torch is imported
+    from cli.process import prepare
 
-    answer_flags(perplexity_args)
+    prepare()
 
+import argparse
 import itertools
 import json
 import math
@@ -29,19 +29,38 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cli.errors import exit_on_error
+from cli.flags import Parser, add_model, model_options, positive
 from decoding.errors import UserError
 from loading.checkpoint import load_config, load_model
+from loading.hub import PATH_HELP, checkpoint_path
 from loading.models import pick_dtype
 from loading.target import pick_device
 from loading.tokenizer import Tokenizer, load_tokenizer
 from model import Transformer
-from scripts.flags import MAX_POSITIONS, PerplexityOptions
-from scripts.flags import perplexity_args as parse_args
 
+# Scored at once at most; longer windows run in smaller batches.
+MAX_POSITIONS = 2**13
 CHUNK = 512  # positions of a pass; longer windows run in chunks, on caches
 # Logits that are computed at once: 128 MB, and as much for each intermediate tensor of a divergence
 MAX_LOGITS = 2**25
 MAX_NLL = math.log(sys.float_info.max)  # the perplexity of a larger one overflows
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(description="Perplexity of a model on a text, and its distance to a reference.")
+    add = parser.add_argument
+    add_model(parser)
+    add("--text", required=True, metavar="FILE", help="UTF-8 text to score")
+    add("--context", type=positive, default=512, help="tokens of a window; default: %(default)s")
+    batch_help = f"windows scored together, up to {MAX_POSITIONS:,} tokens; default: %(default)s"
+    add("--batch_size", type=positive, default=8, help=batch_help)
+    help = f"to compare with, by KL divergence and agreement: {PATH_HELP}"
+    add("--reference", metavar="PATH", help=help)
+    add("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args()
+    args.reference = checkpoint_path(args.reference)
+    args.model = model_options(args)
+    return args
 
 
 def check_same_tokens(tokenizer: Tokenizer, other: Tokenizer, folder: str) -> None:
@@ -182,7 +201,7 @@ def standard_error(values: list[float]) -> float | None:
     return statistics.stdev(values) / math.sqrt(len(values))
 
 
-def run(args: PerplexityOptions) -> dict:
+def run(args: argparse.Namespace) -> dict:
     options = args.model
     device = pick_device(options.device)
     tokenizer = load_tokenizer(options.checkpoint)

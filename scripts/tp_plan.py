@@ -9,12 +9,12 @@ The cache is allocated in full for every layer; a layer with a sliding window re
 alone.
 """
 
-if __name__ == "__main__":  # before torch is imported: --help and wrong flags are answered at once
-    from cli.start import answer_flags
-    from scripts.flags import tp_plan_args
+if __name__ == "__main__":  # before torch is imported
+    from cli.process import prepare
 
-    answer_flags(tp_plan_args)
+    prepare()
 
+import argparse
 import json
 import math
 from collections.abc import Mapping
@@ -24,6 +24,7 @@ from types import MappingProxyType
 import torch
 
 from cli.errors import exit_on_error
+from cli.flags import FLAGS, Parser
 from cli.report import attended_bytes, position_bytes, stored_bytes, weight_bytes
 from decoding.errors import UserError
 from loading.checkpoint import Checkpoint, find_layouts, read_config
@@ -35,7 +36,6 @@ from loading.quantization import choose_schemes
 from loading.stored import Source, Stored
 from loading.weight_names import sources
 from model import Config
-from scripts.flags import tp_plan_args as parse_args
 from tp import SUM, Ranks, shard_spec
 from weights.formats import format_of
 from weights.schemes import choose_head_scheme
@@ -135,7 +135,43 @@ def print_row(row: dict, context: int, memory: float | None) -> None:
     )
 
 
-def check_flags(args) -> None:
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        description="The bytes that each rank of a tensor-parallel launch would hold, read and"
+        " send."
+    )
+    add = parser.add_argument
+    add("config", metavar="PATH", help="a config.json, a Hugging Face folder or a .gguf file")
+    add(
+        "--ranks",
+        default="1,2,4,8",
+        help="numbers of ranks, with commas between; default: %(default)s",
+    )
+    dtype_help = "of plain weights; default: %(default)s"
+    FLAGS["dtype"].add_to(parser, default="bfloat16", help=dtype_help)
+    FLAGS["quantize"].add_to(parser)
+    FLAGS["quantize_head"].add_to(parser)
+    add(
+        "--context",
+        type=int,
+        help="cached tokens of the predicted step; default: 1000, or all positions of the model",
+    )
+    for name, default, help in (
+        ("--bandwidth", 3350, "memory bandwidth of a device, GB/s; default: an H100's"),
+        ("--link", 450, "bandwidth between devices each way, GB/s; default: NVLink's"),
+        ("--latency", 20, "latency of a collective, microseconds; by default"),
+    ):
+        add(name, type=float, default=default, help=f"{help}, {default}")
+    add("--memory", type=float, help="memory of a device, GB: marks the launches that do not fit")
+    add(
+        "--json",
+        action="store_true",
+        help="print a JSON object for every number of ranks, in bytes and seconds",
+    )
+    return parser.parse_args(argv)
+
+
+def check_flags(args: argparse.Namespace) -> None:
     for scheme in (args.quantize, choose_head_scheme(args.quantize, args.quantize_head)):
         if scheme is not None:
             format_of(scheme)  # UserError for an unknown one, once and not in each row

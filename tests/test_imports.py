@@ -159,7 +159,7 @@ before = state()
 import generate, model, quantize, speculative, tp
 import decoding.kv_8bit, drafts.registry, loading.checkpoint, loading.tokenizer
 import cli.main, cli.chat, cli.quantize, cli.start
-import scripts.flags, scripts.distill.distill_flags, scripts.serve.serve_flags
+import scripts.distill.distill_flags, scripts.serve.serve_flags
 assert state() == before
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

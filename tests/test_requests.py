@@ -495,7 +495,8 @@ HARMONY = LOOP + (
     "{% if m.role in ['developer', 'user', 'tool'] %}[{{ m.role }}]{{ m.content }}{% elif m.role"
     " == 'assistant' %}"
     "{% set later = messages[loop.index:] | selectattr('role', 'equalto', 'assistant') | list %}"
-    "{% if m.tool_calls %}{% set thought = m.thinking or m.content %}{% if not later %}[analysis]{{ thought }}{% endif %}"
+    "{% if m.tool_calls %}{% set thought = m.thinking or m.content %}"
+    "{% if not later %}[analysis]{{ thought }}{% endif %}"
     "{{ m.tool_calls[0].function }}{% else %}{{ m.content }}{% endif %}{% endif %}{% endfor %}"
 )
 JOINED = LOOP + (

@@ -7,6 +7,16 @@ from pathlib import Path
 from cli.flags import FLAGS, Parser, positive
 from loading.hub import PATH_HELP, checkpoint_path
 
+SIZES = {  # flags of numbers without a default of their own
+    "--layers": "of a model or pard, without --from_layers, or of dflash or dspark (default: 1)",
+    "--draft_vocab": "of eagle3: draft only the N most frequent tokens",
+    "--dim": "hidden size of a model or pard; the other kinds have the target's",
+    "--heads": "default: heads of 64, or of the largest even size below 64 that divides --dim",
+    "--kv_heads": "default: as many as heads",
+    "--ffn": "default: 8/3 of --dim, rounded up to a multiple of 32",
+    "--context": "tokens of a training row; default: 512, or the target's context if less",
+    "--sampled": "learn on this many tokens that the target writes",
+}
 DRAFT_KINDS = ("model", "pard", "eagle3", "dflash", "dspark")  # draft_kinds.py has their classes
 
 
@@ -29,42 +39,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=5,
         help="tokens that all kinds but a model learn to draft in a round",
     )
-    add(
-        "--layers",
-        type=positive,
-        help="of a model or pard, without --from_layers, or of dflash or dspark (default: 1)",
-    )
+    for name, help in SIZES.items():
+        add(name, type=positive, metavar="N", help=help)
     add(
         "--from_layers",
         metavar="LAYERS",
         help="start from layers of the target, with its sizes: 0-1,28-29",
     )
-    add(
-        "--draft_vocab",
-        type=positive,
-        metavar="N",
-        help="of eagle3: draft only the N most frequent tokens",
-    )
-    add(
-        "--dim",
-        type=positive,
-        help="hidden size of a model or pard; the other kinds have the target's",
-    )
-    add(
-        "--heads",
-        type=positive,
-        help="default: heads of 64, or of the largest even size below 64 that divides --dim",
-    )
-    add("--kv_heads", type=positive, help="default: as many as heads")
-    add("--ffn", type=positive, help="default: 8/3 of --dim, rounded up to a multiple of 32")
     separators = "<|endoftext|> or, without any, by blank lines"
     add("--text", type=Path, metavar="FILE", help=f"documents, separated by {separators}")
-    add(
-        "--sampled",
-        type=positive,
-        metavar="TOKENS",
-        help="learn on this many tokens that the target writes",
-    )
     add(
         "--prompts",
         type=Path,
@@ -98,11 +81,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--steps", type=positive, default=3000, help="at most; default: 3000")
     add("--batch", type=positive, default=8, help="rows of --context tokens in a step; default: 8")
-    add(
-        "--context",
-        type=positive,
-        help="tokens of a training row; default: 512, or the target's context if less",
-    )
     add(
         "--lr",
         type=float,

@@ -495,11 +495,7 @@ class Answer:
             if token.id in self.stop_ids:
                 continue
             chosen, *others = (
-                {
-                    "token": self.token_text(id),
-                    "logprob": logprob,
-                    "bytes": list(self.pieces[id]),
-                }
+                {"token": self.token_text(id), "logprob": logprob, "bytes": list(self.pieces[id])}
                 for id, logprob in token.top_logprobs
             )
             content.append(chosen | {"top_logprobs": others})

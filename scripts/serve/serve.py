@@ -171,11 +171,7 @@ class Api:
                 allow_headers=["*"],
             )
         app.state.metrics = self.decoder.metrics
-        pages = {
-            "/": self.page,
-            "/health": self.health,
-            "/metrics": self.metrics,
-        }
+        pages = {"/": self.page, "/health": self.health, "/metrics": self.metrics}
         posts = {"/tokenize": self.tokenize, "/detokenize": self.detokenize}
         for version in VERSIONS:
             pages |= {version + MODELS: self.models, version + MODELS + "/{name:path}": self.model}

@@ -109,11 +109,7 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerOptions:
         metavar="NAME",
         help="the model's name in requests; default: the checkpoint's",
     )
-    add(
-        "--system",
-        metavar="TEXT",
-        help="the system message of chats that bring none",
-    )
+    add("--system", metavar="TEXT", help="the system message of chats that bring none")
     add(
         "--queue",
         type=positive,

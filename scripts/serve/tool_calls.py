@@ -95,7 +95,7 @@ CALL_FORMATS = (
             "content": {
                 " [TOOL_CALLS]NAME[ARGS] {": "arguments",
                 " [TOOL_CALLS]NAME[CALL_ID]WORD[ARGS] {": "arguments",
-            },
+            }
         },
         head="[TOOL_CALLS]NAME[ARGS]",
         separator="",
@@ -135,10 +135,7 @@ class Thoughts(NamedTuple):
 
 
 def thoughts_between(begin: str, end: str) -> Thoughts:
-    marks = {
-        "begin": {f" {begin}": "reasoning_content"},
-        "reasoning_content": {f" {end}": "begin"},
-    }
+    marks = {"begin": {f" {begin}": "reasoning_content"}, "reasoning_content": {f" {end}": "begin"}}
     return Thoughts(begin, end, end, marks)
 
 
