@@ -71,7 +71,7 @@ class DraftComparison:
             timing=timing,
         )
         ids = [id for _, id in pairs]
-        tokens_per_round = speculative(engine, [timing])["tokens_per_round"]
+        tokens_per_round = speculative(engine, timing)["tokens_per_round"]
         costs = [record.costs.round(record.k, record.runs_drafter) for record in timing.records]
         num_decoded = len(ids) - 1
         return {

@@ -198,7 +198,7 @@ def race(
         "plain": seconds[0],
         "drafted": seconds[1],
         "texts": texts,
-        "report": speculative(engine, [timing]),
+        "report": speculative(engine, timing),
     }
 
 

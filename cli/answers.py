@@ -81,7 +81,7 @@ class RowAnswer(Answer):
             "prefill_tok_s": rate(timing.prompt_tokens, request.prefill_s),
             "bandwidth_gb_s": rate(bytes_read(engine, timing), timing.decode_s) / 1e9,
             "peak_memory_gb": peak_memory_gb(engine.device),
-            "speculative": speculative(engine, [timing], 0),
+            "speculative": speculative(engine, timing),
         }
         if request.top_logprobs:
             logprobs = request.top_logprobs[: len(self.ids)]

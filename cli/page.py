@@ -27,8 +27,7 @@ from cli.report import (
 )
 from decoding.answers import Answer
 from decoding.engine import Engine
-from decoding.scheduler import Request
-from decoding.statistics import Timing
+from decoding.statistics import StepRecord, Timing
 from loading.files import write_atomically
 
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks
@@ -73,14 +72,19 @@ def token_of(
     token = Token(request.tokens[number], text, token_origin(record), round, at, rejected=rejected)
     if num_logprobs is None:
         return token
-    p, q, rejected_p, rejected_q = request.token_probs[number]
+    p, q, *of_rejected = request.token_probs[number]
     pairs = request.top_logprobs[number][: 1 + num_logprobs]
-    pairs = [(int(id), max(logprob, MIN_LOGPROB)) for id, logprob in pairs]
-    token = token._replace(p=p, top_logprobs=pairs)
+    token = token._replace(p=p, top_logprobs=logprob_pairs(pairs))
     if rejected:
-        token = token._replace(rejected_p=rejected_p, rejected_q=rejected_q)
-    is_drafted = record is not None and record.index < record.k
-    return token._replace(q=q, overlap=record.overlap) if is_drafted else token
+        token = token._replace(rejected_p=of_rejected[0], rejected_q=of_rejected[1])
+    if record is not None and record.index < record.k:
+        token = token._replace(q=q, overlap=record.overlap)
+    return token
+
+
+def logprob_pairs(pairs: Sequence) -> list[tuple[int, float]]:
+    """A token's pairs (id, log-probability) as JSON can write them."""
+    return [(int(id), max(logprob, MIN_LOGPROB)) for id, logprob in pairs]
 
 
 def page(file: Path) -> str:
@@ -115,48 +119,42 @@ def write_report(options: Options, answers: Collection[RowAnswer], engine: Engin
 
 
 def section(answer: RowAnswer, engine: Engine) -> dict:
-    """An answer with its tokens, the (k, accepted) of its steps, and its costs by K."""
+    """An answer with its tokens, the (k, accepted) of its rounds, and the costs of its steps."""
     request = answer.request
     row = answer.row
-    labels = f"seed {row.seed}, sample {row.sample}"  # the location has the line and the id
-    numbers = step_numbers(request)
+    label = f"seed {row.seed}, sample {row.sample}"
+    if row.prompt.location:  # which has the line and the id
+        label = f"{row.prompt.location}, {label}"
     last = len(answer.ids) - 1
     # Text that `close` released joins the last token.
     texts = [*answer.pieces[:last], "".join(answer.pieces[last:])]
     seconds = (step.seconds for step in request.steps)
     end_times = list(itertools.accumulate(seconds, initial=request.prefill_s))
     tokens = []
-    for i, number in enumerate(numbers):
+    for i, number in enumerate(step_numbers(request)):
         token = token_of(answer, i, texts[i], number + 1, end_times[number], 0)
         tokens.append(token.as_json())
-    figures = []
-    if engine.drafter is not None:
-        figures = summary(speculative(engine, [Timing([request])], 0))
+    figures = speculative(engine, Timing([request]))
     return {
         "prompt": row.prompt.text,
-        "label": f"{row.prompt.location}, {labels}" if row.prompt.location else labels,
+        "label": label,
         "finish_reason": answer.finish_reason,
         "error": request.error and str(request.error),
         "tokens": tokens,
         "steps": [(r.k, r.accepted) for r in request.token_records if not (r.index or r.first)],
-        "costs": [costs_of(request, k, numbers) for k in sorted({s.k for s in request.steps})],
+        "costs": list(map(cost_of, request.steps)),
         "rows": max((len(step.positions) for step in request.steps), default=1),
-        "summary": figures,
+        "summary": summary(figures) if figures else [],
     }
 
 
-def costs_of(request: Request, k: int, token_steps: list[int]) -> dict:
-    """The steps with K = k, their tokens and seconds, and the calibrated cost of one in plain
-    steps. token_steps: for each token the number of its step."""
-    steps = [step for step in request.steps if step.k == k]
-    tokens = [i for i in token_steps if i and request.steps[i - 1].k == k]
-    costs = [step.costs.round(k) for step in steps if covers(step.costs, [k])]
+def cost_of(step: StepRecord) -> dict:
+    """What a step took, and the calibrated cost of one with its K in plain steps."""
+    is_calibrated = covers(step.costs, [step.k])
     return {
-        "k": k,
-        "steps": len(steps),
-        "tokens": len(tokens),
-        "seconds": sum(step.seconds for step in steps),
-        "draft_s": sum(step.draft_s for step in steps),
-        "verify_s": sum(step.verify_s for step in steps),
-        "plain_steps": sum(costs) / len(costs) if costs else None,
+        "k": step.k,
+        "seconds": step.seconds,
+        "draft_s": step.draft_s,
+        "verify_s": step.verify_s,
+        "plain_steps": step.costs.round(step.k) if is_calibrated else None,
     }

@@ -33,10 +33,9 @@ def weight_bytes(model: Transformer, rows: int = 1) -> int:
     """Bytes of weights that a step of `rows` rows reads: all, except the embedding table (a tied
     head reads it) and the experts that no row chooses. Their share is exact for one row. For more
     it is that of independent, uniform choices; similar rows choose fewer experts."""
-    read = expanded(model)
-    for name, weight in model.named_parameters(remove_duplicate=False):
-        if not name.startswith("embed."):
-            read += weight.nbytes
+    parameters = model.named_parameters(remove_duplicate=False)
+    read = sum(x.nbytes for name, x in parameters if not name.startswith("embed."))
+    read += expanded(model)
     unchosen = 0.0
     for module in model.modules():
         if isinstance(module, SparseMoE):
@@ -84,21 +83,17 @@ def bytes_read(engine: Engine, timing: Timing) -> int:
     per_position = {
         runner.model: position_bytes(runner.model, runner.cache_type) for runner in runners
     }
-
-    def cached(model: Transformer, positions: Sequence[int], ahead: int) -> int:
-        return sum(attended_bytes(per_position[model], n + ahead) for n in positions)
-
     target, *draft_models = [runner.model for runner in runners]
     read = 0
     for step in timing.records:
         rows = len(step.positions)
-        read += weights(target, rows * (step.k + 1))
-        read += cached(target, step.positions, step.k)
+        passes = [(target, rows * (step.k + 1), step.k)]  # (model, rows, positions ahead)
         for draft in draft_models:
             num_passes = engine.drafter.passes(step.k) * step.runs_drafter
-            for i in range(num_passes):
-                read += weights(draft, rows)
-                read += cached(draft, step.positions, i)
+            passes += [(draft, rows, ahead) for ahead in range(num_passes)]
+        for model, width, ahead in passes:
+            read += weights(model, width)
+            read += sum(attended_bytes(per_position[model], n + ahead) for n in step.positions)
     return read
 
 
@@ -143,13 +138,13 @@ def decided(requests: Iterable[Request]) -> int:
 class RowStatistics:
     """Counts of speculation over the tokens of one row or of several."""
 
-    def __init__(self, tokens: Iterable[TokenRecord]):
+    def __init__(self, records: Iterable[TokenRecord]):
         self.tokens = 0
         self.rounds = Counter()  # by K; K = 0 is a plain step
         self.reached = Counter()  # by position in the draft
         self.accepted = Counter()
         overlaps = []
-        for token in tokens:
+        for token in records:
             if token.first:
                 continue
             self.tokens += 1
@@ -158,23 +153,19 @@ class RowStatistics:
             if token.index < token.k and math.isfinite(token.overlap):
                 overlaps.append(token.overlap)
                 self.reached[token.index] += 1
-                if token.index < token.accepted:
-                    self.accepted[token.index] += 1
+                self.accepted[token.index] += token.index < token.accepted
         self.num_drafted = sum(k * n for k, n in self.rounds.items())
         # Mean of sum min(p, q) over the positions reached: the acceptance rate (L corollary 3.6).
-        self.alpha = sum(overlaps) / len(overlaps) if overlaps else None
+        self.alpha = statistics.fmean(overlaps) if overlaps else None
 
 
-def speculative(engine: Engine, timings: Sequence[Timing], row: int | None = None) -> dict | None:
-    """The "speculative" object of the JSON contract, for all rows of these batches or for one row
-    of each; None without a drafter. draft_s and verify_s are sums over steps, which rows share.
-    Everything else is averaged per row. Values that need calibrated costs or a drafted token are
-    None if there are none."""
+def speculative(engine: Engine, timing: Timing) -> dict | None:
+    """The "speculative" object of the JSON contract, for all of these rows; None without a drafter.
+    draft_s and verify_s are sums over steps, which rows share. Everything else is averaged per row.
+    Values that need calibrated costs or a drafted token are None if there are none."""
     if engine.drafter is None:
         return None
-    requests = []
-    for timing in timings:
-        requests += timing.requests if row is None else [timing.requests[row]]
+    requests = timing.requests
     records = [record for request in requests for record in request.token_records]
     counts = RowStatistics(records)
     rounds = counts.rounds.total()
@@ -192,8 +183,8 @@ def speculative(engine: Engine, timings: Sequence[Timing], row: int | None = Non
         "alpha": counts.alpha,
         **iid_model(counts, requests),
         **speed_ups(counts, requests),
-        "draft_s": sum(timing.draft_s for timing in timings),
-        "verify_s": sum(timing.verify_s for timing in timings),
+        "draft_s": timing.draft_s,
+        "verify_s": timing.verify_s,
     }
 
 
@@ -213,14 +204,15 @@ def iid_model(counts: RowStatistics, requests: Sequence[Request]) -> dict:
     if alpha is None:
         return figures
     # Includes steps that ran as rounds only because another row had a draft.
-    steps = Counter(step.k for request in requests for step in request.steps)
-    usual_k = max(filter(None, steps), key=steps.get)  # the K that most rounds had
-    draft_share = 1 - counts.rounds[0] / counts.rounds.total()
-    round_share = 1 - steps[0] / counts.rounds.total()
+    steps = [step for request in requests for step in request.steps]
+    num_steps = Counter(step.k for step in steps)
+    usual_k = max(filter(None, num_steps), key=num_steps.get)  # the K that most rounds had
+    num_rounds = counts.rounds.total()
+    draft_share = 1 - counts.rounds[0] / num_rounds
+    round_share = 1 - num_steps[0] / num_rounds
     figures["tokens_per_round_iid"] = 1 + draft_share * (expected_tokens(alpha, usual_k) - 1)
-    step_costs = [step.costs for request in requests for step in request.steps]
-    if all(covers(costs, steps) for costs in step_costs):
-        costs = weighted_mean(step_costs, [1 / len(step_costs)] * len(step_costs))
+    if all(covers(step.costs, num_steps) for step in steps):
+        costs = weighted_mean([step.costs for step in steps], [1 / len(steps)] * len(steps))
         figures["c"] = costs.c(usual_k)
         figures["v"] = costs.v(usual_k)
         figures["predicted_speedup_iid"] = costs.speedup(usual_k, alpha, draft_share, round_share)
@@ -236,23 +228,19 @@ def covers(costs: Costs | None, ks: Iterable[int]) -> bool:
 def speed_ups(counts: RowStatistics, requests: Sequence[Request]) -> dict:
     """The measured speed-up, and the one that the calibrated costs of each step promise."""
     figures = {"measured_speedup": None, "predicted_speedup": None}
-    plain_s = 0.0  # that plain decoding would have taken for these tokens
-    cost = 0.0  # of the steps, in plain steps
-    has_rounds = False  # of this row, or of another one that shared them
+    steps = []  # (tokens that it decided, the step) of each row
     for request in requests:
         num_tokens = Counter(filter(None, step_numbers(request)))  # by the number of the step
-        for number, n in num_tokens.items():
-            step = request.steps[number - 1]
-            if not covers(step.costs, [step.k]):
-                return figures
-            plain_s += n * step.costs.decode_s
-            cost += step.costs.round(step.k, step.runs_drafter)
-            has_rounds |= step.k > 0
+        steps += [(n, request.steps[number - 1]) for number, n in num_tokens.items()]
+    if not all(covers(step.costs, [step.k]) for _, step in steps):
+        return figures
     seconds = sum(request.decode_s for request in requests)
     if counts.num_drafted and seconds > 0:
+        plain_s = sum(n * step.costs.decode_s for n, step in steps)  # for these tokens
         figures["measured_speedup"] = plain_s / seconds
-    if has_rounds:
-        figures["predicted_speedup"] = counts.tokens / cost
+    if any(step.k for _, step in steps):  # a round of this row, or of another one that shared it
+        plain_steps = sum(step.costs.round(step.k, step.runs_drafter) for _, step in steps)
+        figures["predicted_speedup"] = counts.tokens / plain_steps
     return figures
 
 
@@ -291,48 +279,43 @@ def median_and_range(values: list[float]) -> str:
     return f"{text} ({min(values):.1f}–{max(values):.1f})"
 
 
-def prefill_line(timings: Sequence[Timing]) -> str:
-    ttft_ms = [1e3 * request.ttft_s for timing in timings for request in timing.requests]
-    ttft = median_and_range(ttft_ms)
-    prefill_rates = [rate(timing.prompt_tokens, timing.prefill_s) for timing in timings]
-    prefill = median_and_range(prefill_rates)
-    line = f"prefill {prefill} tok/s, first token after {ttft} ms"
-    num_reused = sum(sum(timing.cached) for timing in timings)
+def prefill_line(timings: Sequence[Timing], total: Timing) -> str:
+    ttft = median_and_range([1e3 * request.ttft_s for request in total.requests])
+    rates = [rate(timing.prompt_tokens, timing.prefill_s) for timing in timings]
+    line = f"prefill {median_and_range(rates)} tok/s, first token after {ttft} ms"
+    num_reused = sum(total.cached)
     if num_reused:
-        num_prompt_tokens = num_reused + sum(timing.prompt_tokens for timing in timings)
-        line += f", {num_reused} of {num_prompt_tokens} tokens reused"
+        line += f", {num_reused} of {num_reused + total.prompt_tokens} tokens reused"
     return line
 
 
-def decode_lines(timings: Sequence[Timing], engine: Engine) -> list[str]:
-    """Rates of the steps after the prompt, and speculation in them."""
-    decode_rates = [rate(decided(timing.requests), timing.decode_s) for timing in timings]
-    tokens = median_and_range(decode_rates)
-    gigabytes = [bytes_read(engine, timing) / 1e9 for timing in timings]
-    seconds = [timing.decode_s for timing in timings]
-    rates = list(map(rate, gigabytes, seconds))
-    bandwidth = median_and_range(rates)
+def decode_line(timings: Sequence[Timing], engine: Engine) -> str:
+    """Rates of the steps after the prompt."""
+    tokens = [rate(decided(timing.requests), timing.decode_s) for timing in timings]
+    gigabytes = [rate(bytes_read(engine, timing), timing.decode_s) / 1e9 for timing in timings]
     per_rank = " by each rank" if engine.ranks.world > 1 else ""
-    lines = [f"decode {tokens} tok/s, {bandwidth} GB/s read{per_rank}"]
-    if engine.drafter is not None:
-        lines += summary(speculative(engine, timings))
-        lines += outgrown(timings, engine.drafter.max_positions)
-    return lines
+    return (
+        f"decode {median_and_range(tokens)} tok/s, {median_and_range(gigabytes)} GB/s"
+        f" read{per_rank}"
+    )
 
 
-def outgrown(timings: Sequence[Timing], limit: float) -> list[str]:
+def outgrown(timing: Timing, limit: float) -> list[str]:
     """A line if a text has gone beyond a draft's context of `limit` positions."""
-    requests = [request for timing in timings for request in timing.requests]
-    if all(request.num_positions <= limit for request in requests):
+    if all(request.num_positions <= limit for request in timing.requests):
         return []
     return [f"  the draft's context ends at {limit} positions; texts decode plainly beyond it"]
 
 
 def report(timings: Sequence[Timing], engine: Engine) -> None:
     """Print rates on stderr, medians over batches with min and max, then speculation."""
-    lines = [prefill_line(timings)]
+    total = Timing([request for timing in timings for request in timing.requests])
+    lines = [prefill_line(timings, total)]
     stepped = [timing for timing in timings if timing.steps]
     if stepped:
-        lines += decode_lines(stepped, engine)
+        lines.append(decode_line(stepped, engine))
+    if stepped and engine.drafter is not None:
+        lines += summary(speculative(engine, total))
+        lines += outgrown(total, engine.drafter.max_positions)
     lines.append(f"peak memory {peak_memory_gb(engine.device):.2f} GB")
     print(*lines, sep="\n", file=sys.stderr)

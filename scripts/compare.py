@@ -119,15 +119,15 @@ class Side:
     def batch_size(self) -> int:
         return self.options.run.batch_size
 
-    def answer(self, row: Row) -> RowAnswer:
-        return RowAnswer(self.llm, row)
+    def total(self) -> Timing:
+        return Timing([request for timing in self.timings for request in timing.requests])
 
     def decode(self, rows: Sequence[Row]) -> list[list[int]]:
         """New ids of each row, decoded from an empty cache, as many rows at a time as the engine
         has slots."""
         torch.set_num_threads(self.num_threads)
         self.llm.engine.clear()
-        answers = [self.answer(row) for row in rows]
+        answers = [RowAnswer(self.llm, row) for row in rows]
         for answer in run_interruptibly(self.llm, answers):
             answer.check()
         self.timings.append(Timing([answer.request for answer in answers]))
@@ -330,7 +330,7 @@ def run(args: CompareOptions) -> dict:
         "different": len(prompts) - num_equal,
         "prompts": reports,
         **totals(rates),
-        "speculative": [speculative(side.llm.engine, side.timings) for side in (a, b)],
+        "speculative": [speculative(side.llm.engine, side.total()) for side in (a, b)],
     }
 
 

@@ -647,7 +647,7 @@ def test_texts_decode_plainly_beyond_the_drafts_context(kind, capsys):
                 if not token.first and token.index == 0:
                     assert (token.k > 0) == (position - 1 + 3 < 12), (position, token)
                 position += 1
-    assert outgrown([timing], drafter.max_positions) and capsys.readouterr().err == ""
+    assert outgrown(timing, drafter.max_positions) and capsys.readouterr().err == ""
     assert rows_of(target, [prompts[4]], engine=engine, max_new_tokens=20) == [want[4][:20]]
 
 

@@ -59,6 +59,10 @@ def batch(rows: list[list[TokenRecord]], ks: list[int], seconds: float) -> Timin
     return timing
 
 
+def alone(timing: Timing, row: int) -> Timing:
+    return Timing([timing.requests[row]])
+
+
 def engine(k: int = 3) -> SimpleNamespace:
     return SimpleNamespace(
         identical=True,
@@ -75,7 +79,7 @@ def test_statistics_by_hand():
     row = [FIRST, *tokens(2, 3), *tokens(3, 4), *tokens(0, 1), PLAIN]
     A, C, B, P = ACCEPTED, CORRECTED, BONUS, PLAIN_TOKEN
     assert [token_origin(token) for token in row] == [P, A, A, C, A, A, A, B, C, P]
-    found = speculative(engine(), [batch([row], [3, 3, 3, 0], seconds=0.6)])
+    found = speculative(engine(), batch([row], [3, 3, 3, 0], seconds=0.6))
     assert found["draft_s"] == pytest.approx(0.4) and found["verify_s"] == pytest.approx(0.6)
     assert found["rounds"] == 4 and found["rounds_by_k"] == {0: 1, 3: 3}
     assert found["drafted"] == 9 and found["accepted"] == 5
@@ -88,7 +92,7 @@ def test_statistics_by_hand():
     assert found["predicted_speedup_iid"] == pytest.approx((3 * 1.875 + 1) / (3 * 1.8 + 1))
     twice = RowStatistics(row + row)
     assert twice.tokens == 18 and twice.accepted[0] == 4 and twice.rounds[3] == 6
-    empty = speculative(engine(), [batch([[]], [], seconds=0.0)])
+    empty = speculative(engine(), batch([[]], [], seconds=0.0))
     assert empty["alpha"] is None and empty["rounds"] == 0 and len(lines_of(empty)) == 4
 
 
@@ -97,15 +101,15 @@ def test_the_speed_up_of_a_batch_is_that_of_its_rows():
     row that ends early is not charged for what the others then take."""
     row = [FIRST, *tokens(2, 3), *tokens(2, 3)]
     for rows in (1, 8):
-        found = speculative(engine(), [batch([row] * rows, [3, 3], seconds=0.6)])
+        found = speculative(engine(), batch([row] * rows, [3, 3], seconds=0.6))
         assert found["measured_speedup"] == pytest.approx(1.0)
         assert found["predicted_speedup"] == pytest.approx(6 / 3.6)
     timing = batch([row, row[:4]], [3, 3], seconds=0.6)
     timing.requests[1].decode_s = 0.2
-    assert speculative(engine(), [timing], row=1)["measured_speedup"] == pytest.approx(
+    assert speculative(engine(), alone(timing, 1))["measured_speedup"] == pytest.approx(
         3 * 0.1 / 0.2
     )
-    assert speculative(engine(), [timing])["measured_speedup"] == pytest.approx(9 * 0.1 / 0.8)
+    assert speculative(engine(), timing)["measured_speedup"] == pytest.approx(9 * 0.1 / 0.8)
 
 
 def test_a_round_costs_a_row_the_same_where_only_another_row_matched():
@@ -113,20 +117,20 @@ def test_a_round_costs_a_row_the_same_where_only_another_row_matched():
     so what it promises holds for that share of the rounds alone."""
     always, once = [FIRST, *4 * tokens(2, 3)], [FIRST, PLAIN, PLAIN, *tokens(2, 3), PLAIN]
     timing = batch([always, once], [3, 3, 3, 3], seconds=1.0)
-    found = speculative(engine(), [timing], row=1)
+    found = speculative(engine(), alone(timing, 1))
     assert found["rounds_by_k"] == {0: 3, 3: 1} and found["drafted"] == 3
     assert found["predicted_speedup"] == pytest.approx(6 / (4 * 1.8))
     assert found["tokens_per_round_iid"] == pytest.approx(1 + 0.25 * 0.875)
     assert found["predicted_speedup_iid"] == pytest.approx((1 + 0.25 * 0.875) / 1.8)
     assert found["best_k"] == 0 and found["best_k_speedup"] == 1.0
-    both = speculative(engine(), [timing])
+    both = speculative(engine(), timing)
     assert both["predicted_speedup"] == pytest.approx((12 + 6) / (8 * 1.8))
     assert both["predicted_speedup_iid"] == pytest.approx((1 + 5 / 8 * 0.875) / 1.8)
 
 
 def test_without_a_round_there_is_no_speed_up_and_no_draft_pass():
     timing = batch([[FIRST, PLAIN, PLAIN]], [0, 0], seconds=0.3)
-    found = speculative(engine(), [timing])
+    found = speculative(engine(), timing)
     assert found["predicted_speedup"] is found["measured_speedup"] is found["alpha"] is None
     target, draft = tiny(0), tiny(1)
     drafter = PardDraft(draft, mask=1)  # one pass for any K but 0
@@ -149,7 +153,7 @@ def test_a_chat_tells_the_share_of_all_drafted_tokens():
 
 def test_a_row_without_any_match_is_charged_for_the_rounds_of_others():
     timing = batch([[FIRST, *tokens(3, 4)], [FIRST, PLAIN]], [3], seconds=0.36)
-    found = speculative(engine(), [timing], row=1)
+    found = speculative(engine(), alone(timing, 1))
     assert found["predicted_speedup"] == pytest.approx(1 / 1.8) and found["alpha"] is None
     assert found["measured_speedup"] is None, (
         "nothing was drafted for it: drafting has no speed-up to measure"
@@ -164,7 +168,7 @@ def test_steps_count_by_the_costs_of_their_own_threads():
     request = timing.requests[0]
     costs = [slow if step.k == 0 else fast for step in request.steps]
     request.steps = [step._replace(costs=c) for step, c in zip(request.steps, costs)]
-    found = speculative(engine(), [timing])
+    found = speculative(engine(), timing)
     assert found["measured_speedup"] == pytest.approx((3 * 0.3 + 4 * 0.1) / request.decode_s)
     assert found["predicted_speedup"] == pytest.approx(7 / (3 + 0.18 / 0.1))
 
@@ -176,7 +180,7 @@ def test_figures_of_a_growing_text_take_the_costs_that_each_step_was_planned_by(
     timing = batch([[FIRST, *tokens(3, 4, 0.9), *tokens(3, 4, 0.9)]], [3, 3], seconds=1.0)
     request = timing.requests[0]
     request.steps = [step._replace(costs=c) for step, c in zip(request.steps, (short, long))]
-    figures = speculative(engine(), [timing])
+    figures = speculative(engine(), timing)
     assert figures["measured_speedup"] == pytest.approx(4 * 0.1 + 4 * 0.2)
     assert figures["predicted_speedup"] == pytest.approx(8 / (1.8 + 3))
     assert figures["c"] == pytest.approx(0.06 / 3 / 0.1)
@@ -185,7 +189,7 @@ def test_figures_of_a_growing_text_take_the_costs_that_each_step_was_planned_by(
 
 
 def test_the_best_k_is_said_to_be_the_best_of_what_was_measured():
-    found = speculative(engine(), [batch([[FIRST, *tokens(3, 4, overlap=0.9)]], [3], seconds=0.2)])
+    found = speculative(engine(), batch([[FIRST, *tokens(3, 4, overlap=0.9)]], [3], seconds=0.2))
     assert found["best_k"] == 3
     assert lines_of(found)[2].endswith("K = 3 would be the best, with 1.91")
 
@@ -210,10 +214,9 @@ def test_a_row_that_failed_before_its_first_token_takes_no_other_rows_figures():
     timing = batch([[], row], [3, 3], seconds=0.6)
     timing.requests[0].steps = []
     timing.requests[0].decode_s = 0.0
-    alone = batch([row], [3, 3], seconds=0.6)
-    expected = speculative(engine(), [alone])
-    assert speculative(engine(), [timing]) == speculative(engine(), [timing], row=1) == expected
-    assert speculative(engine(), [timing], row=0)["alpha"] is None
+    expected = speculative(engine(), batch([row], [3, 3], seconds=0.6))
+    assert speculative(engine(), timing) == speculative(engine(), alone(timing, 1)) == expected
+    assert speculative(engine(), alone(timing, 0))["alpha"] is None
 
 
 def test_the_rate_of_a_row_counts_the_tokens_of_its_steps():
@@ -233,7 +236,7 @@ def test_the_rate_of_a_row_counts_the_tokens_of_its_steps():
 def test_a_broken_draft_leaves_numbers():
     """NaN is not JSON, and would stay in the mean that draft lengths follow from."""
     found = speculative(
-        engine(), [batch([[FIRST, *tokens(0, 1, math.nan), *tokens(2, 3)]], [3, 3], seconds=0.2)]
+        engine(), batch([[FIRST, *tokens(0, 1, math.nan), *tokens(2, 3)]], [3, 3], seconds=0.2)
     )
     assert found["alpha"] == 0.5
     json.dumps(found, allow_nan=False)
@@ -247,7 +250,7 @@ def test_a_broken_draft_leaves_numbers():
 def test_no_speed_up_is_measured_where_nothing_was_drafted():
     """Plain steps are as long as plain steps: another number only says that the machine has changed
     since then."""
-    found = speculative(engine(), [batch([[FIRST, PLAIN, PLAIN]], [0, 0], seconds=0.1)])
+    found = speculative(engine(), batch([[FIRST, PLAIN, PLAIN]], [0, 0], seconds=0.1))
     assert found["measured_speedup"] is None and "speed-up – measured" in lines_of(found)[2]
 
 

@@ -1159,7 +1159,7 @@ def test_a_rule_of_ones_own_decides_what_is_kept(margins):
     timing = Timing()
     rows = rows_of(target, PROMPTS[:1], engine=engine, max_new_tokens=n, timing=timing)
     assert rows == [want]
-    figures = report.speculative(engine, [timing])
+    figures = report.speculative(engine, timing)
     assert figures["greedy_text"] == "lossy" and figures["alpha"] == pytest.approx(1.0)
     plain = Engine(target, 1, 60, drafter=ModelDraft(draft), speculate_k=k)
     assert rows_of(target, PROMPTS[:1], engine=plain, max_new_tokens=n) != [want]

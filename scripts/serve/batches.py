@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 
 from cli.errors import is_out_of_memory
 from cli.exits import print_error
-from cli.page import MIN_LOGPROB, Token, token_of
+from cli.page import Token, logprob_pairs, token_of
 from cli.report import decided, rate, speculative
 from decoding.answers import Answer
 from decoding.errors import UserError
@@ -163,8 +163,7 @@ class Row(Answer):
             return tokens
         records = self.job.recording[self.prompt_number].prompt_logprobs
         for number, record in enumerate(records, 1):
-            pairs = [(int(id), max(logprob, MIN_LOGPROB)) for id, logprob in record]
-            tokens[number] = tokens[number]._replace(top_logprobs=pairs)
+            tokens[number] = tokens[number]._replace(top_logprobs=logprob_pairs(record))
         return tokens
 
     @property
@@ -325,7 +324,7 @@ class Decoder:
         num_prefilled = len(request.prompt) - request.num_reused
         drafting = None
         if row.text_request.draft:
-            drafting = speculative(self.engine, [Timing([request])], 0)
+            drafting = speculative(self.engine, Timing([request]))
         timings = {
             "queue_s": row.queue_s,
             "ttft_s": row.ttft_s,
