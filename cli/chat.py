@@ -16,7 +16,7 @@ from cli.answers import RowAnswer
 from cli.draft_marks import draft_marks, print_legend
 from cli.exits import print_status
 from cli.options import Options
-from cli.prompts import Prompt, Row, parsed_lines, template_kwargs
+from cli.prompts import Prompt, Row, parse_lines, template_kwargs
 from cli.report import RowStatistics, decided, rate
 from cli.running import run_interruptibly
 from cli.word_wrap import WordWrap
@@ -75,13 +75,13 @@ def read_file(file: str) -> bytes:
 
 def messages_of(lines: bytes, file: str) -> list[dict]:
     """The messages of the last line of JSON. UserError for a line that holds no conversation."""
-    (prompt,) = parsed_lines(lines.strip().split(b"\n")[-1:], file)
-    if isinstance(prompt, str):
-        raise UserError(prompt)
-    messages = prompt.messages or []
+    prompts, errors = parse_lines(lines.strip().split(b"\n")[-1:], file)
+    if errors:
+        raise UserError(errors[0])
+    messages = prompts[0].messages or []
     roles = [message["role"] for message in messages]
-    num_opening = roles[:1].count("system")
-    roles = roles[num_opening:]
+    if roles[:1] == ["system"]:
+        del roles[0]
     if not roles or roles != ["user", "assistant"] * (len(roles) // 2):
         raise UserError("its last line is no conversation that an assistant has answered")
     return messages
@@ -97,34 +97,31 @@ class Conversation:
         self.limit = llm.engine.max_seq_length
         system = options.prompts.system
         self.opening = [{"role": "system", "content": system}] if system else []
-        self.messages = list(self.opening)
+        self.turns = []  # (message, its answer)
         self.has_dropped = False
         # Now, not at the first message: UserError for a --system, tools or variables that the
         # template does not read.
-        self.encode(self.opening, "Hello")
-
-    def reset(self) -> None:
-        self.messages = list(self.opening)
+        self.encode([], "Hello")
 
     def undo(self) -> str | None:
         """Forget the last message and its answer. Returns the message; None if there is none."""
-        if len(self.messages) == len(self.opening):
+        if not self.turns:
             print_status("there is no message yet")
             return None
-        message, _ = self.messages[-2:]
-        del self.messages[-2:]
+        message, _ = self.turns.pop()
         return message["content"]
 
     def save(self, file: str) -> None:
         """Append the conversation to a file, in the form of a line of --prompt_file."""
         if self.ranks.rank != 0:
             return
-        if not file or len(self.messages) == len(self.opening):
+        if not file or not self.turns:
             print_status("/save FILE needs a name, and a message to save")
             return
         try:
             with Path(file).expanduser().open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
+                messages = [*self.opening, *itertools.chain(*self.turns)]
+                lines.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
             print_status(f"saved to {file}")
         except NAME_ERRORS as error:
             print_status(f"error: /save {file!r}: {error}")
@@ -139,11 +136,13 @@ class Conversation:
                 print_status(f"error: /load {file!r}: {error}")
         messages = self.ranks.broadcast_object(messages)
         if messages:
-            self.messages = messages
-            self.opening = [message for message in messages[:1] if message["role"] == "system"]
+            num_opening = len(messages) % 2  # a system message
+            self.opening = messages[:num_opening]
+            self.turns = list(zip(messages[num_opening::2], messages[num_opening + 1 :: 2]))
 
-    def encode(self, messages: list[dict], text: str) -> list[int]:
-        conversation = [*messages, {"role": "user", "content": text}]
+    def encode(self, turns: list[tuple[dict, dict]], text: str) -> list[int]:
+        message = {"role": "user", "content": text}
+        conversation = [*self.opening, *itertools.chain(*turns), message]
         ids = conversation_ids(self.tokenizer, conversation, **template_kwargs(vars(self.defaults)))
         return self.ranks.broadcast_object(ids)
 
@@ -152,29 +151,29 @@ class Conversation:
         answer fits. Returns None, and drops nothing, if the message alone leaves no room for an
         answer."""
         requested = self.defaults.max_new_tokens
-        messages = list(self.messages)
-        prompt = self.encode(messages, text)
+        turns = list(self.turns)
+        prompt = self.encode(turns, text)
         room = requested or min(DEFAULT_NEW_TOKENS, self.limit // 4)
-        while len(prompt) + room > self.limit and len(messages) > len(self.opening):
-            del messages[len(self.opening) : len(self.opening) + 2]  # a message and its answer
-            prompt = self.encode(messages, text)
+        while len(prompt) + room > self.limit and turns:
+            del turns[0]
+            prompt = self.encode(turns, text)
         if len(prompt) + (requested or 1) > self.limit:
             print_status(
                 f"this message is too long: {len(prompt)} tokens and {requested or 1} new ones do"
                 f" not fit in {self.limit} positions; --max_seq_length sets another number"
             )
             return None
-        if len(messages) < len(self.messages) and not self.has_dropped:
+        if len(turns) < len(self.turns) and not self.has_dropped:
             self.has_dropped = True
             print_status(
                 f"the context of {self.limit} positions is full: the oldest turns leave it"
             )
-        self.messages = messages
+        self.turns = turns
         return prompt
 
     def add(self, text: str, answer: str) -> None:
         reply = {"role": "assistant", "content": self.defaults.prefill + answer}
-        self.messages += [{"role": "user", "content": text}, reply]
+        self.turns.append(({"role": "user", "content": text}, reply))
 
 
 def chat(llm: LLM, options: Options) -> None:
@@ -225,7 +224,7 @@ def run_command(conversation: Conversation, text: str) -> str | None:
     command, _, argument = text.strip().partition(" ")
     match command:
         case "/reset":
-            conversation.reset()
+            conversation.turns.clear()
         case "/undo":
             conversation.undo()
         case "/retry":

@@ -1,12 +1,7 @@
 """`python generate.py`: join the ranks, read prompts, open an LLM, decode, report.
 
-    main, run       the program; `run` raises the errors that `main` turns into a line and an exit
-                    status
-    Job             the prompts of one run, an LLM that is ready for them, and where their answers
-                    go
-
 The other files of cli/ are named after these steps: options and flags, prompts, opening, output,
-chat, report.
+chat, report. cli/start.py turns the errors that `main` raises into a line and an exit status.
 """
 
 import contextlib
@@ -16,11 +11,10 @@ from pathlib import Path
 
 import torch
 
-from cli.answers import RowAnswer
 from cli.chat import chat
-from cli.errors import defer_interrupts, exit_on_error, silent, use_threads
+from cli.errors import defer_interrupts, silent, use_threads
 from cli.exits import print_broken
-from cli.flags import FLAGS, parse_args, with_chosen_seed
+from cli.flags import FLAGS, with_chosen_seed
 from cli.opening import Workload, open_llm
 from cli.options import Options
 from cli.output import Output, open_output
@@ -30,70 +24,39 @@ from cli.prompts import read_prompts
 from cli.report import report
 from loading.files import write_atomically
 from loading.target import pick_device
-from tp import Ranks, join, local_device
+from tp import join, local_device
 
 
-@exit_on_error(joins_ranks=True)
-def main(options: Options | None = None) -> None:
-    options = parse_args() if options is None else options
+def main(options: Options) -> None:
     device = pick_device(local_device(options.model.device))
     everyone = join(device, options.run.timeout)
+    is_root = everyone.rank == 0
     use_threads(options.run.threads)
-    with silent(everyone.rank > 0):
+    with silent(not is_root):
         everyone.check_same(lambda: values_to_compare(options))
         options = with_chosen_seed(options, everyone.broadcast_object)
-        job = Job(options, device, everyone)
-        profile = options.output.profile if everyone.rank == 0 else None
-        with job.cache.around(job.llm.engine, job.prefixes), profiled(profile):
+        file = open_output(options.output.file) if is_root else None
+        has_prompts = is_root and not options.prompts.interactive
+        found = read_prompts(options.prompts) if has_prompts else ([], [])
+        prompts, broken = everyone.broadcast_object(found)
+        print_broken(broken, prompts)
+        cache = PromptCache(options)
+        llm, rows, refused = open_llm(options, Workload(prompts), device, everyone)
+        output = Output(llm, rows, options, file)
+        profile = options.output.profile if is_root else None
+        with cache.around(llm.engine, [row.ids for row in rows]), profiled(profile):
             if options.prompts.interactive:
-                chat(job.llm, options)
-            with job.output as output, defer_interrupts() as interrupts:
-                for answer in job.llm.run(job.answers(), interrupts):
+                chat(llm, options)
+            with output, defer_interrupts() as interrupts:
+                for answer in llm.run(output.new_answers(), interrupts):
                     output.add(answer)
-        job.report()
-        # No rank may end before the others by its exit status.
-        if everyone.broadcast_object(job.has_errors()):
-            sys.exit(2)
-
-
-run = main.__wrapped__
-
-
-class Job:
-    """The prompts of one run, an LLM that is ready for them, and where their answers go."""
-
-    def __init__(self, options: Options, device: torch.device, everyone: Ranks):
-        self.options = options
-        self.is_root = everyone.rank == 0
-        prompts = []
-        self.broken = []
-        file = None
-        if self.is_root:
-            file = open_output(options.output.file)
-            if not options.prompts.interactive:
-                prompts, self.broken = read_prompts(options.prompts)
-        prompts, self.broken = everyone.broadcast_object((prompts, self.broken))
-        print_broken(self.broken, prompts)
-        self.cache = PromptCache(options)
-        workload = Workload(prompts)
-        self.llm, self.rows, self.refused = open_llm(options, workload, device, everyone)
-        self.prefixes = [row.ids for row in self.rows]  # of the prompts, for the cache's file
-        self.output = Output(self.llm, self.rows, options, file)
-
-    def answers(self) -> Iterator[RowAnswer]:
-        """New answers for the rows."""
-        return (self.output.answer(row, number) for number, row in enumerate(self.rows))
-
-    def report(self) -> None:
-        output = self.output
         if output.answers:
-            report(output.timings(), self.llm.engine)
-        if self.options.output.report and self.is_root:
-            write_report(self.options, output.answers, self.llm.engine)
-
-    def has_errors(self) -> bool:
-        """Could a prompt not be answered?"""
-        return bool(self.broken or self.refused or self.output.has_errors)
+            report(output.timings(), llm.engine)
+        if options.output.report and is_root:
+            write_report(options, output.answers, llm.engine)
+        # No rank may end before the others by its exit status.
+        if everyone.broadcast_object(bool(broken or refused or output.has_errors)):
+            sys.exit(2)
 
 
 def values_to_compare(options: Options) -> dict[str, object]:

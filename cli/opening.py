@@ -135,8 +135,9 @@ def smallest_length(options: Options, workload: Workload, limit: int) -> int:
         return limit
     if not workload.prompts:
         return min(limit, DEFAULT_LENGTH)
-    default = options.requests.max_new_tokens or 1
-    return min(limit, max(prompt.max_new_tokens or default for prompt in workload.prompts))
+    default = {"max_new_tokens": options.requests.max_new_tokens}
+    budgets = [(default | prompt.settings)["max_new_tokens"] or 1 for prompt in workload.prompts]
+    return min(limit, max(budgets))
 
 
 def smallest_batch(options: Options, workload: Workload) -> int:

@@ -1,14 +1,14 @@
 """Finished answers -> stdout, or the file of --output, in the order of the flags.
 
-Result          a finished answer as text
-Output          shows results as they finish, or in the order of the rows
+Output          shows answers as they finish, or in the order of the rows
 open_output     the file of --output
 """
 
 import json
 import sys
 import time
-from typing import NamedTuple, TextIO
+from collections.abc import Iterator
+from typing import TextIO
 
 import torch
 from tqdm import tqdm
@@ -22,14 +22,6 @@ from cli.prompts import Row
 from decoding.errors import UserError
 from decoding.statistics import Timing
 from generate import LLM
-
-
-class Result(NamedTuple):
-    number: int  # of the row
-    text: str | None = None  # for stdout; None after an error, or if it was streamed
-    prompt: str | None = None  # for stderr, before the text
-    error: str | None = None
-    num_tokens: int = 0
 
 
 def open_output(name: str | None) -> TextIO | None:
@@ -70,10 +62,11 @@ class Output:
             print_legend(self.marks)
         if self.streaming:
             print_prompt(rows[0].prompt.text)
+        self.rows = rows
         self.answers: list[RowAnswer] = []
         self.num_tokens = 0
         self.next_number = 0
-        self.waiting: dict[int, Result] = {}  # for an earlier row
+        self.waiting: dict[int, RowAnswer] = {}  # for an earlier row
         self.has_errors = False
         self.start = time.perf_counter()
         has_bar = len(rows) > 1 and sys.stderr.isatty()
@@ -86,68 +79,56 @@ class Output:
 
     def __exit__(self, error_type, *error) -> None:
         if error_type is KeyboardInterrupt:
-            for _, result in sorted(self.waiting.items()):
-                self.show(result)
+            for _, answer in sorted(self.waiting.items()):
+                self.show(answer)
         self.bar.close()
 
-    def answer(self, row: Row, number: int) -> RowAnswer:
-        """A new answer for row `number`."""
-        answer = RowAnswer(self.llm, row, self.streaming, self.marks, number)
-        self.answers.append(answer)
-        return answer
+    def new_answers(self) -> Iterator[RowAnswer]:
+        """An answer for each row, as it is asked for."""
+        for number, row in enumerate(self.rows):
+            self.answers.append(RowAnswer(self.llm, row, self.streaming, self.marks, number))
+            yield self.answers[-1]
 
     def add(self, answer: RowAnswer) -> None:
         """Show a finished answer. Raises a bug's error, and any if the prompt is not a file's
         line."""
-        error = answer.request.error
-        result = Result(answer.number, num_tokens=len(answer.ids))
-        if error is not None:
-            is_users = isinstance(error, UserError)
-            if not is_users and not is_out_of_memory(error):
-                raise error
-            if is_users and self.llm.engine.model.norm.weight.dtype == torch.float16:
-                hint = "float16 may have overflowed: try --dtype bfloat16 or float32"
-                error = UserError(f"{error}; {hint}")
-            location = answer.row.prompt.location
-            if location is None:
-                raise error
-            result = result._replace(error=f"{location}: {error}")
-        elif self.as_json:
-            result = result._replace(text=json.dumps(answer.result(self.llm.engine)))
-        elif not self.streaming:
-            text = "".join(answer.marked_pieces)
-            result = result._replace(text=text, prompt=answer.row.prompt.text)
-        self.receive(result)
-
-    def refuse(self, message: str) -> None:
-        print_error(message)
-        self.has_errors = True
-
-    def receive(self, result: Result) -> None:
-        self.num_tokens += result.num_tokens
-        self.bar.set_postfix_str(self.rate(), refresh=False)
+        if answer.request.error is not None:
+            self.refuse(answer)
+        self.num_tokens += len(answer.ids)
+        seconds = time.perf_counter() - self.start
+        self.bar.set_postfix_str(f"{self.num_tokens / seconds:.1f} tok/s", refresh=False)
         self.bar.update()
-        if result.error is not None:
-            self.refuse(result.error)
         if not self.in_order:
-            self.show(result)
+            self.show(answer)
             return
-        self.waiting[result.number] = result
+        self.waiting[answer.number] = answer
         while self.next_number in self.waiting:
             self.show(self.waiting.pop(self.next_number))
             self.next_number += 1
 
-    def show(self, result: Result) -> None:
-        if result.text is None:
+    def refuse(self, answer: RowAnswer) -> None:
+        error = answer.request.error
+        location = answer.row.prompt.location
+        is_users = isinstance(error, UserError)
+        if is_users and self.llm.engine.model.norm.weight.dtype == torch.float16:
+            hint = "float16 may have overflowed: try --dtype bfloat16 or float32"
+            error = UserError(f"{error}; {hint}")
+        if location is None or not (is_users or is_out_of_memory(error)):
+            raise error
+        print_error(f"{location}: {error}")
+        self.has_errors = True
+
+    def show(self, answer: RowAnswer) -> None:
+        """Print an answer that has no error, and was not streamed."""
+        if self.streaming or answer.request.error is not None:
             return
         with tqdm.external_write_mode():
-            if result.prompt is not None:
-                print_prompt(result.prompt)
-            print(result.text, file=self.file, flush=True)
-
-    def rate(self) -> str:
-        """The rate of all rows together."""
-        return f"{self.num_tokens / (time.perf_counter() - self.start):.1f} tok/s"
+            if self.as_json:
+                text = json.dumps(answer.result(self.llm.engine))
+            else:
+                print_prompt(answer.row.prompt.text)
+                text = "".join(answer.marked_pieces)
+            print(text, file=self.file, flush=True)
 
     def timings(self) -> list[Timing]:
         """One Timing for each row that ran alone, or one for all rows that ran together."""

@@ -8,7 +8,7 @@ Encoder         Prompt -> Rows, which have token ids and every setting, one a sa
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from decoding.settings import (
     new_tokens,
     random_seed,
 )
-from decoding.validation import check_lengths, reason_of
+from decoding.validation import check_lengths, reason_of, stop_strings
 from loading.chat_messages import join_parts
 from loading.tokenizer import Tokenizer, conversation_ids
 
@@ -35,17 +35,13 @@ EXPECTED = (
 
 
 class Prompt(NamedTuple):
-    """A text, or a conversation whose last message is `text`, with what its line says beside it;
-    None: as the flags say."""
+    """A text, or a conversation whose last message is `text`, with what its line says beside it."""
 
     text: str
     messages: list[dict] | None = None
     id: object = None  # of the line; its results repeat it
     location: str | None = None  # file and line
-    max_new_tokens: int | None = None
-    seed: int | None = None
-    stop: list[str] | None = None
-    overrides: Mapping = {}  # the line's own values of sampling and template, in place of flags'
+    settings: Mapping = {}  # the line's own values, in place of the flags'
     # The line's number, if it has no `id` or repeats an earlier one.
     line: int | None = None
 
@@ -139,31 +135,24 @@ def prompt_of(fields: dict, location: str) -> Prompt:
     """The Prompt of a line's object: a "prompt" or "messages", and keys that replace flags.
     UserError for anything else."""
     check_line(fields)
-    fields = {key: value for key, value in fields.items() if value is not None}
-    if ("prompt" in fields) == ("messages" in fields):
+    settings = {key: value for key, value in fields.items() if value is not None}
+    text = settings.pop("prompt", None)
+    messages = settings.pop("messages", None)
+    if (text is None) == (messages is None):
         raise UserError(EXPECTED)
-    if "prompt" in fields and (unused := [key for key in TEMPLATE_KEYS if key in fields]):
+    if messages is None and (unused := [key for key in TEMPLATE_KEYS if key in settings]):
         raise UserError(
             f'{", ".join(unused)}: only conversations have a template; give "messages" instead'
         )
-    if "messages" in fields and "parse_special" in fields:
+    if messages and "parse_special" in settings:
         raise UserError('"parse_special" needs a "prompt": a template writes special tokens alone')
-    check_template_kwargs(fields.get("chat_template_kwargs", {}))
-    Sampling(**{name: fields[name] for name in SETTINGS if name in fields})  # checks them
-
-    messages = fields.pop("messages", None)
-    text = fields.pop("prompt", None) if messages is None else message_text(messages[-1])
-    stop = fields.pop("stop", None)
-    seed = fields.pop("seed", None)
+    check_template_kwargs(settings.get("chat_template_kwargs", {}))
+    Sampling(**{name: settings[name] for name in SETTINGS if name in settings})  # checks them
+    if is_random(settings.get("seed")):
+        settings["seed"] = random_seed()
+    id = settings.pop("id", None)
     return Prompt(
-        text,
-        messages,
-        fields.pop("id", None),
-        location,
-        fields.pop("max_new_tokens", None),
-        random_seed() if is_random(seed) else seed,
-        stop=[stop] if isinstance(stop, str) else stop,
-        overrides=fields,
+        message_text(messages[-1]) if messages else text, messages, id, location, settings
     )
 
 
@@ -182,19 +171,17 @@ def read_prompts(options: PromptOptions) -> tuple[list[Prompt], list[str]]:
         data = sys.stdin.buffer.read() if options.file == "-" else Path(options.file).read_bytes()
     except OSError as error:
         raise UserError(f"{name}: {error}") from None
-    items = list(parsed_lines(data.split(b"\n"), name))
-    prompts = [item for item in items if isinstance(item, Prompt)]
-    return prompts, [item for item in items if isinstance(item, str)]
+    return parse_lines(data.split(b"\n"), name)
 
 
-def parsed_lines(lines: Iterable[bytes], name: str) -> Iterator[Prompt | str]:
-    """For each line that is not empty its Prompt, or its error as a string. The lines are JSONL if
-    the first one begins with a brace, else plain text. UserError if no line has text."""
-    number = 0
+def parse_lines(lines: Iterable[bytes], name: str) -> tuple[list[Prompt], list[str]]:
+    """(prompts, an error for each line without one) of the lines that are not empty. They are JSONL
+    if the first one begins with a brace, else plain text. UserError if no line has text."""
+    prompts = []
+    errors = []
     is_jsonl = None
     ids = set()
-    for line in lines:
-        number += 1
+    for number, line in enumerate(lines, 1):
         location = f"{name}, line {number}"
         try:
             text = utf8_text(line).removeprefix("\ufeff").removesuffix("\r")  # a byte order mark
@@ -207,14 +194,15 @@ def parsed_lines(lines: Iterable[bytes], name: str) -> Iterator[Prompt | str]:
                 location += f", id {fields['id']!s:.99}"
             prompt = prompt_of(fields, location)
         except UserError as error:
-            yield f"{location}: {error}"
+            errors.append(f"{location}: {error}")
             continue
         id = json.dumps(prompt.id)
         needs_number = prompt.id is None or id in ids
         ids.add(id)
-        yield prompt._replace(line=number if needs_number else None)
+        prompts.append(prompt._replace(line=number if needs_number else None))
     if is_jsonl is None:
         raise UserError(f"{name}: holds no prompt; write one a line")
+    return prompts, errors
 
 
 def utf8_text(line: bytes) -> str:
@@ -263,16 +251,19 @@ class Encoder:
     """Prompts -> rows with ids and every setting, in a context of `limit` positions of `model`."""
 
     def __init__(self, options: Options, tokenizer: Tokenizer, model, limit: int):
-        self.defaults = options.requests
+        self.defaults = vars(options.requests)
         self.num_samples = options.prompts.num_samples
         self.numbers_lines = options.output.file is not None
         self.tokenizer = tokenizer
         self.model = model
         self.limit = limit
-        self.has_warned = False
 
-    def encode_all(self, prompts: Iterable[Prompt]) -> tuple[list[Row], list[str]]:
+    def encode_all(self, prompts: Sequence[Prompt]) -> tuple[list[Row], list[str]]:
         """(all samples of the prompts, an error for each line that cannot be decoded)."""
+        if self.tokenizer.template is None and any(prompt.messages for prompt in prompts):
+            print_status(
+                "this folder has no chat template: messages become plain text without their roles"
+            )
         rows = []
         refused = []
         for prompt in prompts:
@@ -287,35 +278,26 @@ class Encoder:
     def samples(self, prompt: Prompt) -> list[Row]:
         """The rows of one prompt, one for each of --num_samples. UserError for what cannot be
         decoded."""
-        defaults = self.defaults
-        ids = self.ids(prompt)
-        budget = prompt.max_new_tokens
-        budget = new_tokens(defaults.max_new_tokens if budget is None else budget, ids, self.limit)
+        values = {**self.defaults, **prompt.settings}
+        ids = self.ids(prompt, values)
+        budget = new_tokens(values["max_new_tokens"], ids, self.limit)
         check_lengths(self.model, [ids], [budget], self.limit)
-        numbers = {name: prompt.overrides.get(name, x) for name, x in defaults.sampling.items()}
-        seeded = defaults if prompt.seed is None else prompt
+        sampling = {name: values.get(name, x) for name, x in values["sampling"].items()}
         row = Row(
             prompt if self.numbers_lines else prompt._replace(line=None),
             ids,
-            Sampling(**numbers),
+            Sampling(**sampling),
             budget,
-            seeded.seed,
-            defaults.stop if prompt.stop is None else prompt.stop,
+            values["seed"],
+            stop_strings(values["stop"]),
         )
         return [row._replace(seed=row.seed + n, sample=n) for n in range(self.num_samples)]
 
-    def ids(self, prompt: Prompt) -> list[int]:
-        defaults = vars(self.defaults)
-        values = {**defaults, **prompt.overrides}
-        if prompt.messages is None:
-            if unused := [f"--{key}" for key in TEMPLATE_KEYS if defaults[key]]:
-                raise UserError(
-                    f'{", ".join(unused)}: only conversations have a template; give "messages"'
-                )
-            return self.tokenizer.encode(prompt.text, parse_special=values["parse_special"])
-        if self.tokenizer.template is None and not self.has_warned:
-            self.has_warned = True
-            print_status(
-                "this folder has no chat template: messages become plain text without their roles"
+    def ids(self, prompt: Prompt, values: Mapping) -> list[int]:
+        if prompt.messages is not None:
+            return conversation_ids(self.tokenizer, prompt.messages, **template_kwargs(values))
+        if unused := [f"--{key}" for key in TEMPLATE_KEYS if values[key]]:
+            raise UserError(
+                f'{", ".join(unused)}: only conversations have a template; give "messages"'
             )
-        return conversation_ids(self.tokenizer, prompt.messages, **template_kwargs(values))
+        return self.tokenizer.encode(prompt.text, parse_special=values["parse_special"])

@@ -7,7 +7,7 @@ answered before.
     main            `python generate.py`
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from cli.exits import fail
@@ -28,8 +28,10 @@ def answer_flags(parse: Callable[[], T]) -> T:
         fail(error)
 
 
-def main() -> None:
-    options = answer_flags(parse_args)
+def main(words: Sequence[str] | None = None) -> None:
+    options = answer_flags(lambda: parse_args(words))
+    from cli.errors import exit_on_error
     from cli.main import main as run_program
 
-    run_program(options)
+    with exit_on_error(joins_ranks=True):
+        run_program(options)

@@ -18,7 +18,7 @@ from test_generate import PROMPTS, rows_of
 
 import decoding.kv_8bit as caches
 from cli.flags import parse_args
-from cli.main import run
+from cli.main import main as run
 from cli.report import position_bytes
 from decoding.engine import Engine
 from decoding.kv_8bit import (

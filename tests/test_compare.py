@@ -18,7 +18,7 @@ from reference import logits as reference_logits
 from safetensors.torch import load_file
 
 from cli.flags import parse_args as generate_args
-from cli.main import run
+from cli.main import main as run
 from cli.prompts import Prompt
 from loading.tokenizer import load_tokenizer
 from scripts import compare as script

@@ -29,7 +29,7 @@ from test_drafts import (
 from test_speculative import rows_of, tiny
 
 from cli.flags import parse_args
-from cli.main import run as run_args
+from cli.main import main as run_args
 from decoding.draft_length import DraftLength
 from decoding.engine import Engine
 from decoding.sampling import Sampling

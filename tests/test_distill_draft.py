@@ -15,7 +15,7 @@ from conftest import BASE, FAMILIES, ROOT, changed_family, config_json, generate
 from safetensors.torch import load_file
 
 from benchmarks import self_prompts
-from cli.main import main as decode
+from cli.start import main as decode
 from decoding.costs import Costs
 from decoding.sampling import Sampling
 from loading.checkpoint import load_config, load_model

@@ -17,7 +17,7 @@ from test_drafts import D, EagleTwin, load_draft_model, pard_twin
 from test_speculative import LONG_PROMPT, TAIL, joint_law, p_value, rows_of, sequences, tiny
 
 from cli.flags import parse_args
-from cli.main import run as run_args
+from cli.main import main as run_args
 from cli.quantize import main as quantize
 from decoding.costs import Costs
 from decoding.sampling import Sampling

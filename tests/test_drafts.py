@@ -25,7 +25,7 @@ import decoding.runner as runner
 import drafts.pard as pard
 import drafts.registry as registry
 from cli.flags import parse_args
-from cli.main import run as run_args
+from cli.main import main as run_args
 from cli.report import outgrown
 from decoding.engine import Engine
 from decoding.errors import UserError

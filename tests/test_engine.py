@@ -16,7 +16,7 @@ import cli.opening as opening
 import decoding.readback as timing
 import weights.compiling as compiling
 from cli.flags import parse_args
-from cli.main import run
+from cli.main import main as run
 from decoding.engine import Engine
 from decoding.runner import ModelRunner
 from decoding.sampling import (

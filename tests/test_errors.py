@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import loading.target as target_room
 from cli.flags import parse_args
-from cli.main import main
-from cli.start import answer_flags
+from cli.start import answer_flags, main
 from decoding.errors import UserError
 from generate import LLM
 from loading.checkpoint import load_model
@@ -428,11 +427,11 @@ def test_a_bug_of_ones_own_keeps_its_traceback_in_an_llm(text_folder):
 @pytest.mark.attack
 def test_a_program_ends_with_the_traceback_of_a_bug(text_folder):
     code = """
-import drafts.ngram, cli.main
+import drafts.ngram, cli.start
 def propose(self, *_):
     first, second = 1, 2, 3
 drafts.ngram.NgramDraft.propose = propose
-cli.main.main()
+cli.start.main()
 """
     flags = ["--checkpoint", str(text_folder), "--device", "cpu", "--draft", "ngram"]
     command = [sys.executable, "-c", code, *flags]

@@ -239,7 +239,7 @@ TYPICAL_CODE = """
 import contextlib, io, json, sys
 import pytest, torch
 from cli.flags import parse_args
-from cli.main import run
+from cli.main import main as run
 from decoding.sampling import Sampling, distribution
 from scripts.serve.openai_form import Refusal, read_request
 

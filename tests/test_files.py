@@ -21,7 +21,7 @@ from conftest import BASE, FAMILIES, ROOT
 import cli.opening
 from cli.errors import free_memory
 from cli.flags import parse_args
-from cli.main import run as run_args
+from cli.main import main as run_args
 from decoding.engine import Engine
 from loading.files import write_atomically
 

@@ -23,9 +23,8 @@ import loading.checkpoint as checkpoint
 import loading.gguf as ours
 import loading.gguf_metadata as gguf_metadata
 import loading.models as models
-from cli.flags import parse_args
-from cli.main import main
 from cli.quantize import main as quantize
+from cli.start import main
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
 from generate import LLM
@@ -1717,21 +1716,17 @@ def test_generate_takes_a_file(model_file, capsys):
         "--device",
         "cpu",
     ]
-    main(parse_args([*arguments, "--json", "--prompt", "the cat"]))
+    main([*arguments, "--json", "--prompt", "the cat"])
     got = json.loads(capsys.readouterr().out)
     assert (
         got["prompt_tokens"] == load_tokenizer(model_file).encode("the cat")
         and len(got["tokens"]) == 5
     )
-    main(
-        parse_args(
-            [*arguments, "--json", "--prompt", "the cat", "--draft_checkpoint", str(model_file)]
-        )
-    )
+    main([*arguments, "--json", "--prompt", "the cat", "--draft_checkpoint", str(model_file)])
     assert json.loads(capsys.readouterr().out)["tokens"] == got["tokens"]
     model_file.write_bytes(model_file.read_bytes()[:5000])
     with pytest.raises(SystemExit) as exit:
-        main(parse_args(arguments))
+        main(arguments)
     out, err = capsys.readouterr()
     assert exit.value.code == 2 and out == "" and err.count("error: ") == 1 and "m.gguf" in err
 

@@ -25,7 +25,7 @@ from test_speculative import (
 
 import decoding.readback as clock
 from cli.flags import parse_args
-from cli.main import run as run_args
+from cli.main import main as run_args
 from decoding.costs import Costs, expected_tokens
 from decoding.draft_length import MIN_GAIN, DraftLength
 from decoding.engine import Engine

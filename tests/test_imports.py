@@ -136,7 +136,7 @@ def test_eight_frames_from_main_to_attention(capsys):
 
     handle = torch.nn.modules.module.register_module_forward_pre_hook(watch)
     try:
-        cli.main.run(parse_args(["--max_new_tokens", "3", "--device", "cpu"]))
+        cli.main.main(parse_args(["--max_new_tokens", "3", "--device", "cpu"]))
     finally:
         handle.remove()
     assert max(map(len, stacks)) == 8, max(stacks, key=len)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, generate
 
-from cli.main import main
+from cli.start import main
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.stop_strings import StopStrings

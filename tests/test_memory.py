@@ -8,11 +8,11 @@ import pytest
 import torch
 from conftest import ROOT
 
-import cli.main
 import cli.memory
 import cli.opening
+import cli.start
 from cli.flags import parse_args
-from cli.main import run
+from cli.main import main as run
 from cli.memory import check_memory, session_bytes
 from cli.opening import Workload, open_llm
 from loading.checkpoint import load_model
@@ -119,7 +119,7 @@ def test_a_session_that_cannot_fit_ends_before_weights_are_read(free, monkeypatc
     monkeypatch.setattr(cli.opening, "load_models", None)
     free(3e6)
     with pytest.raises(SystemExit) as exit_info:
-        cli.main.main(flags("--device", "cpu"))
+        cli.start.main(["--device", "cpu"])
     err = capsys.readouterr().err
     weights = f"{bytes_of(flags())[0] / 1e9:.4g}"
     assert exit_info.value.code == 2 and re.fullmatch(

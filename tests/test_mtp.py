@@ -24,7 +24,7 @@ from test_gguf import write
 from test_speculative import rows_of
 
 from cli.flags import parse_args
-from cli.main import run as run_args
+from cli.main import main as run_args
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from drafts.hybrid import HybridDraft

@@ -13,7 +13,7 @@ from conftest import ROOT
 
 import cli.main
 from cli.flags import parse_args
-from cli.main import run
+from cli.main import main as run
 from cli.page import Token, page
 
 pytestmark = pytest.mark.attack

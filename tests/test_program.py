@@ -33,10 +33,10 @@ import loading.plain_files as plain_files
 from cli.answers import RowAnswer
 from cli.errors import cpu_share, exit_on_error
 from cli.flags import parse_args
-from cli.main import main
-from cli.main import run as run_args
+from cli.main import main as run_args
 from cli.prompts import Prompt, Row, read_prompts
 from cli.report import attended_bytes, bytes_read, position_bytes, weight_bytes
+from cli.start import main
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.settings import DEFAULT_LENGTH

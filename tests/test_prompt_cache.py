@@ -28,7 +28,7 @@ import cli.flags
 import cli.options
 import decoding.engine as engine_module
 from cli.flags import parse_args
-from cli.main import run
+from cli.main import main as run
 from cli.prompt_cache import PromptCache
 from decoding.engine import Engine
 from decoding.runner import slot_tensors

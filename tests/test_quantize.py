@@ -19,9 +19,9 @@ from conftest import ROOT, config_json, generate
 from steps import token_records
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import cli.main as program
 import cli.quantize as quantize_command
 import cli.quantized_folder as quantized_folder
+import cli.start as program
 import loading.models as load_models
 import weights.schemes as schemes
 from benchmarks.tables import bits_per_weight
@@ -682,7 +682,7 @@ def test_command_line(wide_folder, text_folder, capsys, monkeypatch):
         assert exit.value.code == 2 and out == "" and names in err and "Traceback" not in err
     common = f"--checkpoint {text_folder} --json --max_new_tokens 9 --quantize int8 --device cpu"
     for options in ("", " --quantize_head int8", " --draft quantized:int4-g32"):
-        program.run(parse_args((common + options).split()))
+        program.main((common + options).split())
         assert len(json.loads(capsys.readouterr().out)["tokens"]) == 9
 
 
@@ -798,7 +798,7 @@ def test_a_folder_written_layer_by_layer_is_what_loading_would_make(text_folder,
     config = json.loads((tmp_path / "q" / "config.json").read_text())
     assert config["quantization"]["scheme"] == "int4-g32" and not (tmp_path / "q.partial").exists()
     arguments = ["--checkpoint", str(tmp_path / "q"), "--max_new_tokens", "3", "--device", "cpu"]
-    program.run(parse_args(arguments))  # its tokenizer came along
+    program.main(arguments)  # its tokenizer came along
 
 
 def test_gptq_on_the_command_line(text_folder, tmp_path):

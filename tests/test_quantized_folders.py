@@ -18,8 +18,8 @@ import torch
 from conftest import BASE, config_json, rope
 from safetensors.torch import load_file, save_file
 
-import cli.main as program
 import cli.quantize as quantize_command
+import cli.start as program
 import loading.checkpoint as checkpoint
 import loading.models as models
 import loading.quantization as quantization

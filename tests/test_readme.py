@@ -319,7 +319,7 @@ def test_every_key_of_json_has_its_line(capsys):
         "--device",
         "cpu",
     ]
-    cli.main.run(parse_args(flags))
+    cli.main.main(parse_args(flags))
     result = json.loads(capsys.readouterr().out)
     keys = LINE_KEYS.keys() | result.keys() | result["speculative"].keys()
     page = PAGES["docs/use.md"]

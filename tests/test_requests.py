@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import decoding.prefill as prompt_room
 from cli.flags import parse_args
-from cli.main import run as run_args
+from cli.main import main as run_args
 from cli.prompts import Encoder, read_prompts
 from decoding.answers import Answer
 from decoding.engine import Engine

@@ -11,8 +11,8 @@ from conftest import ROOT
 from test_program import Terminal, run
 
 from cli.flags import parse_args
-from cli.main import main
-from cli.main import run as run_args
+from cli.main import main as run_args
+from cli.start import main
 from drafts.target_layers import layer_subset
 from loading.checkpoint import load_model
 from loading.saving import save_model

@@ -16,7 +16,7 @@ from test_speculative import BASE, PROMPTS, NoSync, rows_of, tiny
 import decoding.readback as clock
 import drafts.suffix as suffix
 from cli.flags import parse_args
-from cli.main import run as run_args
+from cli.main import main as run_args
 from decoding.costs import Costs
 from decoding.draft_length import DraftLength
 from decoding.engine import Engine

@@ -1059,7 +1059,7 @@ FAULT = """
 import os, sys, time, signal
 sys.path.insert(0, {root!r})
 from decoding.engine import Engine
-from cli.main import main
+from cli.start import main
 rank = int(os.environ["RANK"])
 open({pids!r} + str(rank), "w").write(str(os.getpid()))
 step, count = Engine.step, []

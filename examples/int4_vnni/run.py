@@ -7,7 +7,7 @@ if __name__ == "__main__":  # before torch is imported: Ctrl-C is handled from t
     prepare()
 
 from cli.errors import exit_on_error
-from cli.main import main
+from cli.start import main
 from examples.int4_vnni.kernel import plug_in
 
 if __name__ == "__main__":
