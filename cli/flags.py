@@ -516,7 +516,6 @@ def options_of(args: argparse.Namespace) -> Options:
             args,
             sampling=default_sampling(of_folder | numbers),
             of_folder=of_folder,
-            has_random_seed=is_random(args.seed),
         ),
         prompts=group(
             PromptOptions,

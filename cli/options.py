@@ -45,7 +45,6 @@ class RequestDefaults:
     tools: list | None
     prefill: str
     chat_template_kwargs: Mapping
-    has_random_seed: bool  # did RANDOM_SEED ask for `seed`?
 
     def __post_init__(self):
         check_template_kwargs(self.chat_template_kwargs)

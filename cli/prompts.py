@@ -26,6 +26,7 @@ from decoding.settings import (
 )
 from decoding.validation import check_lengths, reason_of, stop_strings
 from loading.chat_messages import join_parts
+from loading.plain_files import utf8_text
 from loading.tokenizer import Tokenizer, conversation_ids
 
 EXPECTED = (
@@ -184,7 +185,7 @@ def parse_lines(lines: Iterable[bytes], name: str) -> tuple[list[Prompt], list[s
     for number, line in enumerate(lines, 1):
         location = f"{name}, line {number}"
         try:
-            text = utf8_text(line).removeprefix("\ufeff").removesuffix("\r")  # a byte order mark
+            text = utf8_text(line).removesuffix("\r")
             if not text.strip():
                 continue
             if is_jsonl is None:
@@ -203,13 +204,6 @@ def parse_lines(lines: Iterable[bytes], name: str) -> tuple[list[Prompt], list[s
     if is_jsonl is None:
         raise UserError(f"{name}: holds no prompt; write one a line")
     return prompts, errors
-
-
-def utf8_text(line: bytes) -> str:
-    try:
-        return line.decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"not UTF-8 text: {error}; save it as UTF-8") from None
 
 
 def json_object(line: str) -> dict:

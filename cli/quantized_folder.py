@@ -22,6 +22,7 @@ from cli.options import QuantizeOptions
 from decoding.errors import UserError
 from loading.checkpoint import Checkpoint
 from loading.files import complete_folder, shard_name, stored_type, write_index
+from loading.plain_files import error_prefix, utf8_text
 from loading.stored import Stored
 from loading.target import pick_device
 from loading.tokenizer import copy_files, load_tokenizer
@@ -187,12 +188,8 @@ def check_parameters(module: nn.Module, prefix: str) -> None:
 def calibration_states(options: QuantizeOptions, model: Transformer) -> list[Tensor]:
     """Embedded windows, spread evenly over the calibration text, in batches (BATCH, T, D)."""
     tokenizer = load_tokenizer(options.checkpoint)
-    try:
-        text = Path(options.calibration).read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{options.calibration}: not UTF-8 text: {error}; save it as UTF-8"
-        ) from None
+    with error_prefix(options.calibration):
+        text = utf8_text(Path(options.calibration).read_bytes())
     ids = tokenizer.encode(text, bos=False)
     size = options.context
     count = min(options.samples, len(ids) // size)

@@ -19,7 +19,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from decoding.errors import UserError
 from loading.chat_messages import Watched, check_read, join_parts, split_parts
-from loading.plain_files import error_prefix, file_exists, one_line, read_json, read_plain
+from loading.plain_files import (
+    error_prefix,
+    file_exists,
+    one_line,
+    read_json,
+    read_plain,
+    utf8_text,
+)
 
 # Keys of a message that hold thoughts, in transformers' order.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -214,7 +221,6 @@ def read_source(file: Path) -> str | None:
     """A template's text; None without the file."""
     if not file_exists(file):
         return None
-    try:
-        return read_plain(file).decode().replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text: {error}; save it as UTF-8") from None
+    content = read_plain(file)
+    with error_prefix(file):
+        return utf8_text(content).replace("\r\n", "\n")

@@ -4,6 +4,7 @@ file_exists         whether a file exists; a dangling link is an error
 plain_file          refuses pipes, huge files and Git LFS pointers, what git leaves in place of a
                     large file without Git LFS
 read_plain          the bytes of such a file
+utf8_text           a text from bytes
 read_json           a JSON object from a file; empty without the file
 parse_json          a JSON object from bytes
 is_gguf             whether a file begins like one of llama.cpp's
@@ -62,6 +63,14 @@ def refuse_lfs_pointer(file: Path, content: bytes) -> None:
         raise UserError(
             f"{file}: a Git LFS pointer instead of the file; fetch it with `git lfs pull`"
         )
+
+
+def utf8_text(content: bytes) -> str:
+    """A text, with or without a BOM. UserError for another encoding."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"not UTF-8 text: {error}; save it as UTF-8") from None
 
 
 def read_json(file: Path) -> dict:

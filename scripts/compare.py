@@ -44,6 +44,7 @@ from cli.running import run_interruptibly, warm_up
 from decoding.engine import Engine
 from decoding.errors import UserError
 from decoding.scheduler import common_prefix
+from decoding.settings import is_random
 from decoding.statistics import Timing
 from drafts.base import Drafter
 from drafts.registry import draft_loader, pack_with
@@ -157,7 +158,7 @@ def side_options(name: str, flags: str, prompt_file: str | None = None) -> Optio
 
 def share_random_seeds(a: Options, b: Options) -> tuple[Options, Options]:
     """Draw the seeds that no flag chose, one for both sides: their texts are compared."""
-    are_both_random = a.requests.has_random_seed and b.requests.has_random_seed
+    are_both_random = is_random(a.requests.seed) and is_random(b.requests.seed)
     a = with_chosen_seed(a)
     if are_both_random:
         b = replace(b, requests=replace(b.requests, seed=a.requests.seed))

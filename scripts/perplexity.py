@@ -34,6 +34,7 @@ from decoding.errors import UserError
 from loading.checkpoint import load_config, load_model
 from loading.hub import PATH_HELP, checkpoint_path
 from loading.models import pick_dtype
+from loading.plain_files import error_prefix, utf8_text
 from loading.target import pick_device
 from loading.tokenizer import Tokenizer, load_tokenizer
 from model import Transformer
@@ -210,10 +211,8 @@ def run(args: argparse.Namespace) -> dict:
         raise UserError(f"--context {args.context} is over the model's {limit} positions")
     if args.reference:
         check_reference(args.reference, options.checkpoint, tokenizer)
-    try:
-        text = Path(args.text).read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{args.text}: not UTF-8 text: {error}") from None
+    with error_prefix(args.text):
+        text = utf8_text(Path(args.text).read_bytes())
     bos = next(iter(tokenizer.encode("")), None)  # where encoding a text adds it
     if args.context == 1 and bos is None:
         raise UserError(
