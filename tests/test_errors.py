@@ -284,6 +284,20 @@ FLAGS = {  # what is wrong without a look at any weight; what the line must name
     "scheme of a draft": (["--draft", "quantized:int3"], "int3"),
     "keys of a draft": (["--draft", "window:0"], "--draft window:0: '0' is no number of keys"),
     "keys of a quantized draft": (["--draft", "quantized:int8,window:"], "'' is no number of keys"),
+    "a draft's tokens to match that are no number": (["--draft", "ngram:x"], "--draft ngram:x"),
+    "empty layers of a draft": (["--draft", "layers:2-1"], "layers:2-1: '2-1' is no layer"),
+    "two drafts": (["--draft", "ngram", "--draft_checkpoint", "x"], "not allowed with"),
+    "a negative K": (
+        ["--draft", "ngram", "--speculate_k", "-1"],
+        "--speculate_k: -1 must be a number",
+    ),
+    "K": (["--draft", "ngram", "--speculate_k", "many"], "--speculate_k: many"),
+    "K without a draft": (["--speculate_k", "3"], "--speculate_k and --show_drafts need"),
+    "marks without a draft": (["--show_drafts"], "--speculate_k and --show_drafts need"),
+    "a scheme without a draft": (
+        ["--draft_quantize", "int8"],
+        "--draft_quantize needs --draft_checkpoint",
+    ),
     "layers of a draft": (
         ["--draft", "layers:0-7"],
         "--draft layers:0-7: layers [0, 1, 2, 3, 4, 5, 6, 7] must be",
@@ -300,7 +314,23 @@ FLAGS = {  # what is wrong without a look at any weight; what the line must name
         ["--draft", "suffix:\u00b2"],
         "'\u00b2' is no number of tokens to match",
     ),
-    "seed": (["--seed", "-5"], "--seed -5 must lie between 0 and 2^62"),
+    "seed": (["--seed", "-5"], "--seed -5 must lie between 0 and 2^62, or be -1"),
+    "a long seed": (["--seed", 20 * "9"], f"--seed {20 * '9'}"),
+    "temperature": (["--temperature", "-1"], "temperature = -1.0"),
+    "a small temperature": (["--temperature", "1e-50"], "temperature = 1e-50"),
+    "no mass": (["--top_p", "0"], "top_p = 0.0"),
+    "checkpoint": (["--checkpoint", "nowhere"], "nowhere: no such folder"),
+    "a shape": (["--random_weights", "nowhere.json"], "nowhere.json: no such file"),
+    "dtype": (["--dtype", "int3"], "--dtype"),
+    "rows": (["--batch_size", "0"], "--batch_size"),
+    "an unknown flag": (["--no_such_flag"], "--no_such_flag"),
+    "two prompts": (["--prompt", "a", "--prompt_file", "b"], "not allowed with"),
+    "an empty file of prompts": (["--prompt_file", "/dev/null"], "/dev/null: holds no prompt"),
+    "a trace": (["--profile", "/nowhere/trace.json"], "--profile /nowhere/trace.json"),
+    "a chat in JSON": (["--interactive", "--json"], "--interactive"),
+    "a system message": (["--system", "x"], "--system needs --interactive"),
+    "a GPU": (["--device", "cuda:77"], "--device cuda:77"),
+    "meta": (["--device", "meta"], "--device meta"),
     "sampling": (["--top_p", "2"], "top_p = 2.0 must lie in (0, 1]"),
     "scheme": (["--quantize", "int3"], "quantization scheme 'int3' does not exist"),
     "device": (["--device", "tpu9"], "--device tpu9: not available here"),
@@ -320,6 +350,18 @@ def test_wrong_flags_are_refused_before_weights_are_read(text_folder, monkeypatc
     monkeypatch.setattr(
         target_room, "load_model", lambda *_, **__: pytest.fail("weights were read")
     )
+    status, out, lines = run_main(monkeypatch, capsys, "--checkpoint", str(text_folder), *flags)
+    assert status == 2 and not out and len(lines) == 1 and message in lines[0], lines
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--max_new_tokens", "5000"], "5000 new ones"),
+        (["--prompt", "cat " * 300], "over the limit of 160"),
+    ],
+)
+def test_a_prompt_that_does_not_fit_is_one_line(text_folder, monkeypatch, capsys, flags, message):
     status, out, lines = run_main(monkeypatch, capsys, "--checkpoint", str(text_folder), *flags)
     assert status == 2 and not out and len(lines) == 1 and message in lines[0], lines
 

@@ -36,7 +36,6 @@ from cli.flags import parse_args
 from cli.main import main as run_args
 from cli.prompts import Prompt, Row, read_prompts
 from cli.report import attended_bytes, bytes_read, position_bytes, weight_bytes
-from cli.start import main
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.settings import DEFAULT_LENGTH
@@ -663,46 +662,6 @@ def test_random_weights_measure_a_shape_without_a_tokenizer(tmp_path, capsys):
     rows, err = run(capsys, "--random_weights", config, "--prompt", "ab", "--max_new_tokens", 6)
     assert rows[0]["prompt_tokens"] == [97, 98] and len(rows[0]["tokens"]) == 6
     assert rows[0]["text"].split() == [str(id) for id in rows[0]["tokens"]] and "decode" in err
-
-
-@pytest.mark.parametrize(
-    "arguments, names",
-    [
-        (["--checkpoint", "nowhere"], "nowhere: no such folder"),
-        (["--temperature", "-1"], "temperature = -1.0"),
-        (["--top_p", "0"], "top_p = 0.0"),
-        (["--max_new_tokens", "0"], "--max_new_tokens 0"),
-        (["--max_new_tokens", "5000"], "5000 new ones"),
-        (["--max_seq_length", "9999"], "--max_seq_length 9999"),
-        (["--device", "warp"], "--device warp"),
-        (["--device", "cuda:77"], "--device cuda:77"),
-        (["--dtype", "int3"], "--dtype"),
-        (["--batch_size", "0"], "--batch_size"),
-        (["--prompt_file", "nowhere.txt"], "nowhere.txt"),
-        (["--no_such_flag"], "--no_such_flag"),
-        (["--prompt", ""], "--prompt is empty"),
-        (["--seed", "99999999999999999999"], "--seed 99999999999999999999"),
-        (["--seed", "-2"], "--seed -2 must lie between 0 and 2^62, or be -1"),
-        (["--device", "meta"], "--device meta"),
-        (["--profile", "/nowhere/trace.json"], "--profile /nowhere/trace.json"),
-        (["--temperature", "1e-50"], "temperature = 1e-50"),
-        (["--interactive", "--json"], "--interactive"),
-        (["--system", "x"], "--system needs --interactive"),
-        (["--prompt", "cat " * 300], "over the limit of 160"),
-        (["--prompt_file", "/dev/null"], "/dev/null: holds no prompt"),
-        (["--random_weights", "nowhere.json"], "nowhere.json: no such file"),
-        (["--prompt", "a", "--prompt_file", "b"], "not allowed with"),
-    ],
-)
-def test_user_errors_are_one_line_and_exit_2(text_folder, arguments, names, monkeypatch, capsys):
-    checkpoint = [] if "--checkpoint" in arguments else ["--checkpoint", str(text_folder)]
-    monkeypatch.setattr(sys, "argv", ["generate.py", *checkpoint, *arguments])
-    with pytest.raises(SystemExit) as exit:
-        main()
-    out, err = capsys.readouterr()
-    lines = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert exit.value.code == 2 and out == "" and len(lines) == 1 and names in lines[0]
-    assert "Traceback" not in err
 
 
 def endless(tmp_path) -> subprocess.Popen:

@@ -11,19 +11,19 @@ import itertools
 import json
 import re
 import shutil
-import signal
 import time
 import typing
 import urllib.request
 
 import openai
 import pytest
+import test_serve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field
-from test_serve import DEMO, DRAFT, PROMPTS, Running
+from test_serve import DEMO, PROMPTS, Running
 
 from decoding.sampling import Sampling
 from loading.tokenizer import load_tokenizer
@@ -38,6 +38,9 @@ from scripts.serve.responses import (
     with_own_param,
 )
 from scripts.serve.serve import parse_body
+
+server = test_serve.server  # fixtures
+serving = test_serve.serving
 
 EVENT_TYPES = {
     typing.get_args(event_type.model_fields["type"].annotation)[0]: event_type
@@ -641,28 +644,6 @@ def test_metrics_are_in_prometheus_form_and_begin_at_zero():
 
 
 # ---------------------------------------------------------------------------------- a real server
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    running = Running(tmp_path_factory.mktemp("responses"), *DRAFT, "--batch_size", "4")
-    yield running
-    assert running.end() == 0, running.log.read_text()
-    assert "Traceback" not in running.log.read_text()
-
-
-@pytest.fixture
-def serving(tmp_path):
-    """Starts servers of a test's own, of which none outlives it."""
-    servers = []
-
-    def start(*flags: str) -> Running:
-        servers.append(Running(tmp_path, *flags))
-        return servers[-1]
-
-    yield start
-    for running in servers:
-        running.end(signal.SIGKILL)
 
 
 def respond(running: Running, **keys) -> Response:

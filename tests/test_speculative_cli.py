@@ -12,7 +12,6 @@ from test_program import Terminal, run
 
 from cli.flags import parse_args
 from cli.main import main as run_args
-from cli.start import main
 from drafts.target_layers import layer_subset
 from loading.checkpoint import load_model
 from loading.saving import save_model
@@ -270,38 +269,6 @@ def test_show_drafts_marks_the_tokens_of_the_record_and_changes_no_text(capsys):
     num_corrected = sum(match["corrected"] is not None for match in IN_FILE.finditer(out))
     assert 0 < num_corrected <= drafting["rounds"]
     assert 0 < len(expected) - num_corrected <= drafting["accepted"]
-
-
-@pytest.mark.parametrize(
-    "arguments, names",
-    [
-        (["--draft_checkpoint", "nowhere"], "nowhere"),
-        (["--draft", "layers:0-9"], "--draft layers:0-9: layers"),
-        (["--draft", "layers:2-1"], "--draft layers:2-1: '2-1' is no layer"),
-        (["--draft", "ngram:0"], "--draft ngram:0: '0' is no number of tokens"),
-        (["--draft", "ngram:x"], "--draft ngram:x"),
-        (["--draft", "magic"], "--draft magic: expected"),
-        (["--draft", "ngram", "--speculate_k", "-1"], "--speculate_k: -1 must be a number"),
-        (["--draft", "ngram", "--speculate_k", "many"], "--speculate_k: many"),
-        (["--draft", "ngram", "--draft_checkpoint", "x"], "not allowed with"),
-        (["--speculate_k", "3"], "--speculate_k and --show_drafts need"),
-        (["--show_drafts"], "--speculate_k and --show_drafts need"),
-        (["--draft_quantize", "int8"], "--draft_quantize needs --draft_checkpoint"),
-    ],
-)
-def test_user_errors(text_folder, arguments, names, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(text_folder), *arguments])
-    with pytest.raises(SystemExit) as exit:
-        main()
-    out, err = capsys.readouterr()
-    lines = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert (
-        exit.value.code == 2
-        and out == ""
-        and len(lines) == 1
-        and names in lines[0]
-        and "Traceback" not in err
-    )
 
 
 def test_pieces_tell_tokenizers_apart(text_folder):
