@@ -4,7 +4,9 @@ Workload          what is to be decoded: prompts of a file, or a server's slots
 open_llm        checks memory, loads, encodes, makes an engine of the right size and warms it up
 """
 
+import functools
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -14,7 +16,7 @@ from cli.errors import free_memory
 from cli.exits import print_broken, print_status
 from cli.memory import check_memory
 from cli.options import Options
-from cli.prompts import Encoder, Prompt, Row
+from cli.prompts import Prompt, Row, encode_all
 from cli.report import cached_bytes
 from cli.running import warm_up
 from decoding.engine import Engine, cache_class
@@ -63,23 +65,20 @@ def open_llm(
         options = replace(options, draft=replace(options.draft, checkpoint=opened))
     limit = context_limit(options, target.config)
     print_sampling(options)
-    min_length = smallest_length(options, workload, limit)
-    num_positions = engine_length(options, device, min_length, limit)
+    length_of = functools.partial(engine_length, options, device, limit)
+    default = {"max_new_tokens": options.requests.max_new_tokens}
+    new_tokens = [(default | prompt.settings)["max_new_tokens"] or 1 for prompt in workload.prompts]
     num_rows = smallest_batch(options, workload)
-    check_memory(options, target, device, ranks, num_rows, num_positions)
+    check_memory(options, target, device, ranks, num_rows, length_of(new_tokens))
     model, tokenizer, drafter = load_models(target, options.draft, device, ranks, progress=True)
-    encoder = Encoder(options, tokenizer, model, limit)
-    rows, refused = ranks.broadcast_object(encoder.encode_all(workload.prompts))
+    encoded = encode_all(workload.prompts, options, tokenizer, model, limit)
+    rows, refused = ranks.broadcast_object(encoded)
     print_broken(refused, rows)
 
-    length = limit
-    if options.run.max_seq_length is None:
-        lengths = [len(row.ids) + row.max_new_tokens for row in rows]
-        length = max(lengths, default=min(limit, DEFAULT_LENGTH))
-    length = engine_length(options, device, length, limit)
+    length = length_of([len(row.ids) + row.max_new_tokens for row in rows])
     if model.rope.is_long(length):
         print_status(f"longrope takes its long factors, since texts may have {length} tokens")
-    num_slots = workload.num_slots or choose_slots(options, workload, rows, length, model, drafter)
+    num_slots = workload.num_slots or choose_slots(options, len(rows), length, model, drafter)
     num_prompt_tokens = sum(len(row.ids) for row in rows)
     compiles_prompts = device.type == "cuda" or num_prompt_tokens >= COMPILED_PROMPTS
     engine_options = replace(options.engine, compile_prompts=None if compiles_prompts else False)
@@ -129,15 +128,17 @@ def context_limit(options: Options, config: Config) -> int:
     return limit
 
 
-def smallest_length(options: Options, workload: Workload, limit: int) -> int:
-    """Positions that a row needs at least: prompts are not encoded yet."""
-    if options.run.max_seq_length:
+def engine_length(
+    options: Options, device: torch.device, limit: int, lengths: Collection[int]
+) -> int:
+    """Positions of a row of an engine for requests of these lengths, or for any without them."""
+    if options.run.max_seq_length is not None:
         return limit
-    if not workload.prompts:
-        return min(limit, DEFAULT_LENGTH)
-    default = {"max_new_tokens": options.requests.max_new_tokens}
-    budgets = [(default | prompt.settings)["max_new_tokens"] or 1 for prompt in workload.prompts]
-    return min(limit, max(budgets))
+    length = min(limit, max(lengths, default=DEFAULT_LENGTH))
+    compiles = options.engine.compile
+    if compiles or (compiles is None and device.type == "cuda"):
+        return min(limit, math.ceil(length / COMPILED_LENGTHS) * COMPILED_LENGTHS)
+    return length
 
 
 def smallest_batch(options: Options, workload: Workload) -> int:
@@ -150,30 +151,15 @@ def smallest_batch(options: Options, workload: Workload) -> int:
 
 
 def choose_slots(
-    options: Options,
-    workload: Workload,
-    rows: list[Row],
-    length: int,
-    model: Transformer,
-    drafter: Drafter | None,
+    options: Options, num_rows: int, length: int, model: Transformer, drafter: Drafter | None
 ) -> int:
-    """The rows that are decoded at a time: --batch_size, or a number that fits in memory, which is
-    printed."""
-    max_rows = max(1, len(rows))
+    """The rows that are decoded at a time: --batch_size, or a number that is printed. That many
+    caches of `length` positions fit into half of the free memory, and a step of them is
+    batch-invariant."""
+    num_rows = max(1, num_rows)
     if options.run.batch_size is not None:
-        return min(options.run.batch_size, max_rows)
-    max_rows = min(max_rows, MAX_ROWS)
-    num_slots = default_batch_size(options, max_rows, length, model, drafter)
-    if max_rows > 1:
-        print_status(f"{num_slots} rows are decoded at a time; --batch_size sets another number")
-    return num_slots
-
-
-def default_batch_size(
-    options: Options, max_rows: int, length: int, model: Transformer, drafter: Drafter | None
-) -> int:
-    """Up to `max_rows` rows: as many as fit caches of `length` positions into half of the free
-    memory, and no more than a batch-invariant step can have."""
+        return min(options.run.batch_size, num_rows)
+    num_rows = min(num_rows, MAX_ROWS)
     K = 0
     if drafter is not None or options.engine.fixed_width_steps:
         K = options.engine.speculate_k
@@ -184,16 +170,11 @@ def default_batch_size(
         models.append(drafter.model)
     per_position = cached_bytes(models, cache_class(options.engine.cache_type))
     max_fitting = free_memory(model.norm.weight.device) / 2 // ((length + K) * per_position)
-    max_alone = batch_invariant_rows(model) // (K + 1) or max_rows
-    return int(max(1, min(max_rows, max_fitting, max_alone)))
-
-
-def engine_length(options: Options, device: torch.device, length: int, limit: int) -> int:
-    """Positions of a row of an engine for requests of `length`."""
-    compiles = options.engine.compile
-    if compiles or (compiles is None and device.type == "cuda"):
-        return min(limit, math.ceil(length / COMPILED_LENGTHS) * COMPILED_LENGTHS)
-    return length
+    max_alone = batch_invariant_rows(model) // (K + 1) or num_rows
+    num_slots = int(max(1, min(num_rows, max_fitting, max_alone)))
+    if num_rows > 1:
+        print_status(f"{num_slots} rows are decoded at a time; --batch_size sets another number")
+    return num_slots
 
 
 def sampling_paths(rows: list[Row]) -> list[str]:

@@ -2,7 +2,7 @@
 
 LINE_KEYS       what a line may say, and the check of each value
 read_prompts    --prompt, or the lines of --prompt_file -> Prompt
-Encoder         Prompt -> Rows, which have token ids and every setting, one a sample
+encode_all      Prompt -> Rows, which have token ids and every setting, one a sample
 """
 
 import json
@@ -241,57 +241,46 @@ def template_kwargs(values: Mapping) -> dict:
     return {"tools": values["tools"], "prefill": values["prefill"], **names}
 
 
-class Encoder:
-    """Prompts -> rows with ids and every setting, in a context of `limit` positions of `model`."""
-
-    def __init__(self, options: Options, tokenizer: Tokenizer, model, limit: int):
-        self.defaults = vars(options.requests)
-        self.num_samples = options.prompts.num_samples
-        self.numbers_lines = options.output.file is not None
-        self.tokenizer = tokenizer
-        self.model = model
-        self.limit = limit
-
-    def encode_all(self, prompts: Sequence[Prompt]) -> tuple[list[Row], list[str]]:
-        """(all samples of the prompts, an error for each line that cannot be decoded)."""
-        if self.tokenizer.template is None and any(prompt.messages for prompt in prompts):
-            print_status(
-                "this folder has no chat template: messages become plain text without their roles"
-            )
-        rows = []
-        refused = []
-        for prompt in prompts:
-            try:
-                rows += self.samples(prompt)
-            except UserError as error:
-                if prompt.location is None:
-                    raise
-                refused.append(f"{prompt.location}: {reason_of(error)}")
-        return rows, refused
-
-    def samples(self, prompt: Prompt) -> list[Row]:
-        """The rows of one prompt, one for each of --num_samples. UserError for what cannot be
-        decoded."""
-        values = {**self.defaults, **prompt.settings}
-        ids = self.ids(prompt, values)
-        budget = new_tokens(values["max_new_tokens"], ids, self.limit)
-        check_lengths(self.model, [ids], [budget], self.limit)
-        sampling = {name: values.get(name, x) for name, x in values["sampling"].items()}
-        row = Row(
-            prompt if self.numbers_lines else prompt._replace(line=None),
-            ids,
-            Sampling(**sampling),
-            budget,
-            values["seed"],
-            stop_strings(values["stop"]),
+def encode_all(
+    prompts: Sequence[Prompt], options: Options, tokenizer: Tokenizer, model, limit: int
+) -> tuple[list[Row], list[str]]:
+    """(rows with ids and every setting, an error for each line that cannot be decoded): all samples
+    of the prompts, in a context of `limit` positions of `model`."""
+    if tokenizer.template is None and any(prompt.messages for prompt in prompts):
+        print_status(
+            "this folder has no chat template: messages become plain text without their roles"
         )
-        return [row._replace(seed=row.seed + n, sample=n) for n in range(self.num_samples)]
+    rows = []
+    refused = []
+    for prompt in prompts:
+        try:
+            row = encode(prompt, options, tokenizer, limit)
+            check_lengths(model, [row.ids], [row.max_new_tokens], limit)
+        except UserError as error:
+            if prompt.location is None:
+                raise
+            refused.append(f"{prompt.location}: {reason_of(error)}")
+            continue
+        samples = range(options.prompts.num_samples)
+        rows += [row._replace(seed=row.seed + n, sample=n) for n in samples]
+    return rows, refused
 
-    def ids(self, prompt: Prompt, values: Mapping) -> list[int]:
-        if prompt.messages is not None:
-            return conversation_ids(self.tokenizer, prompt.messages, **template_kwargs(values))
-        if unused := [f"--{key}" for key in TEMPLATE_KEYS if values[key]]:
-            raise UserError(
-                f'{", ".join(unused)}: only conversations have a template; give "messages"'
-            )
-        return self.tokenizer.encode(prompt.text, parse_special=values["parse_special"])
+
+def encode(prompt: Prompt, options: Options, tokenizer: Tokenizer, limit: int) -> Row:
+    """The first row of a prompt. UserError for one that cannot be encoded."""
+    values = {**vars(options.requests), **prompt.settings}
+    if prompt.messages is not None:
+        ids = conversation_ids(tokenizer, prompt.messages, **template_kwargs(values))
+    elif unused := [f"--{key}" for key in TEMPLATE_KEYS if values[key]]:
+        raise UserError(f'{", ".join(unused)}: only conversations have a template; give "messages"')
+    else:
+        ids = tokenizer.encode(prompt.text, parse_special=values["parse_special"])
+    sampling = {name: values.get(name, x) for name, x in values["sampling"].items()}
+    return Row(
+        prompt if options.output.file else prompt._replace(line=None),
+        ids,
+        Sampling(**sampling),
+        new_tokens(values["max_new_tokens"], ids, limit),
+        values["seed"],
+        stop_strings(values["stop"]),
+    )

@@ -38,7 +38,7 @@ from cli.flags import FLAGS, Parser, given, positive, with_chosen_seed
 from cli.flags import parse_args as generate_options
 from cli.opening import context_limit, print_sampling, sampling_paths
 from cli.options import Options, PromptOptions
-from cli.prompts import Encoder, Prompt, Row, read_prompts
+from cli.prompts import Prompt, Row, encode_all, read_prompts
 from cli.report import decided, rate, speculative, summary
 from cli.running import run_interruptibly, warm_up
 from decoding.engine import Engine
@@ -208,7 +208,7 @@ def load_side(parts: Parts, prompts: list[Prompt], limit: int, num_threads: int)
     options, model, tokenizer, drafter = parts
     print_sampling(options)
     max_length = options.run.max_seq_length
-    rows, errors = Encoder(options, tokenizer, model, limit).encode_all(prompts)
+    rows, errors = encode_all(prompts, options, tokenizer, model, limit)
     if errors:
         raise UserError(errors[0])
     length = max(len(row.ids) + row.max_new_tokens for row in rows)

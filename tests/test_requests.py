@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import decoding.prefill as prompt_room
 from cli.flags import parse_args
 from cli.main import main as run_args
-from cli.prompts import Encoder, read_prompts
+from cli.prompts import encode_all, read_prompts
 from decoding.answers import Answer
 from decoding.engine import Engine
 from decoding.logits import penalize, top_logprobs
@@ -208,7 +208,7 @@ def test_special_tokens_of_prompts_and_stop_strings(text_folder, capsys, tmp_pat
 def encoded_by(prompts, args, tokenizer):
     """In a context of 100 positions."""
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=2**20))
-    return Encoder(args, tokenizer, model, 100).encode_all(prompts)
+    return encode_all(prompts, args, tokenizer, model, 100)
 
 
 USER, WANTED = [{"role": "user", "content": "a"}], "expected a JSON object"
