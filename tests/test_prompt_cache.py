@@ -26,7 +26,6 @@ from test_tp import launch
 import cli.answers
 import cli.flags
 import cli.options
-import decoding.engine as engine_module
 from cli.flags import parse_args
 from cli.main import main as run
 from cli.prompt_cache import PromptCache
@@ -955,7 +954,7 @@ def test_an_interrupted_copy_of_a_prefix_lends_nothing(monkeypatch):
     engine.step()
     engine.add_request([*prompt, 5], sampling=Sampling(0), max_new_tokens=10)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(engine_module, "copy_positions", interrupt)
+        patch.setattr("decoding.prefill.copy_positions", interrupt)
         engine.step()
     assert pair(engine) == pair(Engine(model, 2, length + 20))
 
