@@ -182,15 +182,10 @@ def text_part(hf: dict) -> dict:
     if not isinstance(text, dict) or text.get("model_type") not in family.text_models:
         supported = " or ".join(family.text_models)
         raise Section(hf).refused("text_config", f"must be an object with model_type {supported}")
-    inherited = {
-        # The wrapper has the head, which it ties unless it says otherwise.
-        "tie_word_embeddings": hf.get("tie_word_embeddings", True),
-        "eos_token_id": text.get("eos_token_id", hf.get("eos_token_id")),
-    }
-    for key in ("dtype", "torch_dtype", "quantization", "quantization_config"):
-        if text.get(key) is None and key in hf:
-            inherited[key] = hf[key]
-    return text | inherited
+    inherited = ("dtype", "torch_dtype", "quantization", "quantization_config", "eos_token_id")
+    text = text | {key: hf[key] for key in inherited if text.get(key) is None and key in hf}
+    # The wrapper has the head, which it ties unless it says otherwise.
+    return text | {"tie_word_embeddings": hf.get("tie_word_embeddings", True)}
 
 
 def check_supported(hf: Section, family: Family, n_layers: int) -> None:

@@ -11,12 +11,11 @@ dequantizes the types that no scheme of ours holds.
 """
 
 import collections
-import contextlib
 import functools
 import math
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,19 +37,7 @@ from weights.formats import dequantize_tensor, row_chunks
 # Types of values, with struct's letters for the numbers.
 STRING = 8
 ARRAY = 9
-NUMBERS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 
 # Tensors that config.json holds as a RoPE scaling.
 ROPE_TENSORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
@@ -59,15 +46,6 @@ LISTS = ("sliding_window_pattern", "dimension_sections")  # keys of several valu
 # What a damaged header causes: its counts and lengths are used as they are.
 DAMAGES = (OSError, OverflowError, RuntimeError, UnicodeDecodeError, struct.error)
 DAMAGED = "not a readable GGUF file, damaged or not completely fetched"
-
-
-@contextlib.contextmanager
-def header_errors() -> Iterator[None]:
-    """Turn what a damaged header causes into a UserError."""
-    try:
-        yield
-    except DAMAGES as error:
-        raise UserError(f"{DAMAGED}: {one_line(error)}") from None
 
 
 # ------------------------------------------------------------------------------- types of tensors
@@ -308,8 +286,10 @@ class Header:
 def parse(path: Path) -> GgufFile:
     """UserError names a file that is no GGUF file, or that is cut off."""
     with error_prefix(path):
-        with header_errors():
+        try:
             keys, infos, alignment, begin = read_header(path, path.stat().st_mtime_ns)
+        except DAMAGES as error:
+            raise UserError(f"{DAMAGED}: {one_line(error)}") from None
         tensors = map_tensors(infos, map_file(path)[begin:], alignment)
         return GgufFile(Entries("key ", keys), Entries("tensor ", tensors))
 

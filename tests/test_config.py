@@ -11,7 +11,7 @@ from conftest import BASE, FAMILIES, config_json
 
 from loading.config import config_from_hf
 from loading.families import FAMILIES as MODEL_TYPES
-from loading.families import NEUTRAL
+from loading.families import FIELDS, NEUTRAL
 from loading.models import empty_model
 from model import rope_frequencies
 
@@ -579,6 +579,15 @@ def test_each_key_that_a_file_leaves_out_is_transformers(model_type):
     full = as_transformers_has_it(hf)
     for key in full.keys() - {*hf, "transformers_version", "architectures"}:
         check_same_config({name: value for name, value in full.items() if name != key})
+
+
+@pytest.mark.parametrize("model_type", TEXT_TYPES)
+def test_a_family_has_defaults_for_keys_that_exist(model_type):
+    """llama_like takes any name for a key of config.json, a misspelt field of Config too."""
+    hf = {**SIZES, "model_type": model_type, **OTHER_SIZES.get(model_type, {})}
+    known = {*as_transformers_has_it(hf), *FIELDS, *NEUTRAL, "attention_bias", "no_rope_layers"}
+    known |= {"sliding_window_pattern", "max_window_layers", "sliding_window"}
+    assert MODEL_TYPES[model_type].defaults.keys() <= known
 
 
 # Keys of experts, with values that would change the tensors.
