@@ -5,11 +5,13 @@
                  which keeps to them
     attention    multiples of query rows and of lengths for which attention does the same
 
-What is promised. "Bit-exact" here compares two runs of one model on one machine: the logits of a
-token are the same bits whether it is decoded alone or among other requests, in a step of its own or
-in a pass that verifies K drafts, in a prompt that runs whole or in chunks. Greedy text then cannot
-differ, because the same logits have the same maximum. Nothing is promised between machines,
-versions of torch, numbers of ranks, or eager and compiled code.
+What is promised. "Bit-exact" here compares two runs of one model on one machine, and speaks of
+steps and rounds: the logits of a token are the same bits whether it is decoded alone or among other
+requests, in a step of its own or in a pass that verifies K drafts. Greedy text then cannot differ,
+because the same logits have the same maximum. A prompt runs alone and in the same chunks wherever
+it runs, so it leaves the same bits too, in whatever shape is fastest. A beginning that an earlier
+request computed, in other chunks or token by token, equals a recomputed one up to rounding. Nothing
+is promised between machines, versions of torch, numbers of ranks, or eager and compiled code.
 
 Why it needs work. A float sum depends on its order, because every addition rounds. A kernel is free
 to choose the order: for one row of a product it may add the inputs one after another, for eight
@@ -43,9 +45,10 @@ Xeon with AMX, among 5, 6, 9, 12, 16, 32, 64 and 128 rows,
 and the second group wins, since it holds the largest number. The attention of that machine gives a
 query the same bits wherever the query rows are a multiple of 2 and the length is a multiple of 32.
 
-What decoding does with it. It runs no other shapes. A step of 6 rows is padded with zeros to 12; a
-prompt of 300 rows runs as 128, 128, and 44 padded to 128. A query at position 700 attends over 704
-positions, the last of them masked. Where no group of shapes passes, decoding takes the fastest
-shapes instead and `Engine.identical` is false: the report then says `up to rounding` in place of
-`identical`. docs/internals.md has the prices and the measurements.
+What decoding does with it. It runs no other shapes. A step of 6 rows is padded with zeros to 12,
+and one of 140 rows runs as 128, and 12. More than 256 rows are a prompt's, and one product. A query
+at position 700 attends over 704 positions, the last of them masked. Where no group of shapes
+passes, decoding takes the fastest shapes instead and `Engine.identical` is false: the report then
+says `up to rounding` in place of `identical`. docs/internals.md has the prices and the
+measurements.
 """

@@ -34,7 +34,7 @@ from drafts.target_layers import layer_subset
 from exact import products
 from exact.attention import invariant_multiples, round_up_length
 from exact.probes import cancelling
-from exact.products import RowSplit, invariant_row_counts
+from exact.products import STEP_ROWS, RowSplit, invariant_row_counts
 from loading.checkpoint import load_model
 from loading.models import random_model
 from model import Config, FeedForward
@@ -91,9 +91,10 @@ def test_the_example_of_the_essay():
         sizes.append(len(x))
         return x
 
-    split = RowSplit((12, 16, 32, 128), splits_larger=True, is_exact=True)
+    split = RowSplit((12, 16, 32, 128), STEP_ROWS)
     assert len(split.run(product, torch.zeros(6, 1))) == 6 and sizes == [12]
-    assert len(split.run(product, torch.zeros(300, 1))) == 300 and sizes[1:] == [128, 128, 128]
+    assert len(split.run(product, torch.zeros(140, 1))) == 140 and sizes[1:] == [128, 12]
+    assert len(split.run(product, torch.zeros(300, 1))) == 300 and sizes[3:] == [300]
     assert round_up_length(701, 32) == 704
 
 
@@ -237,7 +238,7 @@ def test_parts_and_padding_give_each_row_what_it_gets_alone(row_counts):
     alone = product(x)
     for M in range(1, len(x) + 1):
         sizes.clear()
-        y = RowSplit(row_counts, splits_larger=True).run(product, x[:M])
+        y = RowSplit(row_counts, STEP_ROWS).run(product, x[:M])
         assert y.shape == (M, 1) and torch.equal(y.nan_to_num(-1), alone[:M].nan_to_num(-1))
         assert set(sizes) <= set(row_counts) and len(sizes) == math.ceil(M / row_counts[-1])
     sizes.clear()
@@ -353,12 +354,11 @@ def logits(engine: Engine, tokens: Tensor, begins: Tensor, n: int, width: int) -
 
 
 def filled(model, tokens: Tensor, upto: int) -> Engine:
-    """An engine whose caches hold these tokens, up to a position."""
+    """An engine whose caches hold these tokens, up to a position. Prompts run one by one."""
     engine = Engine(model, len(tokens), tokens.size(1))
     with torch.inference_mode():
-        for begin in range(0, upto, 512):
-            pos = torch.arange(begin, min(begin + 512, upto))
-            model.hidden(tokens[:, pos], pos, engine.runner.slice_to(begin + 512))
+        for row in range(len(tokens)):
+            engine.rows(row, row + 1).target.prefill(tokens[row : row + 1], 0, upto)
     return engine
 
 
@@ -604,14 +604,11 @@ def test_a_kept_conversation_is_a_fresh_one(k, quantize):
     assert torch.equal(bits(here), bits(there))
 
 
-@pytest.mark.parametrize(
-    "length, quantize",
-    [(110, None), (110, "int8"), (110, "int4-g32"), (330, None), (330, "int8")],
-)
+@pytest.mark.parametrize("quantize", [None, "int8", "int4-g32"])
 @pytest.mark.attack
-def test_prompts_in_chunks_are_prompts_in_one_pass(length, quantize):
-    """Products of any number of rows round alike, so pieces of a prompt may be of any length; in
-    int4 those of up to MAX_INT4_ROWS."""
+def test_short_prompts_in_chunks_are_prompts_in_one_pass(quantize):
+    """Passes of as many rows as a round may have round alike, be they pieces of a prompt."""
+    length = 110
     model = demo(quantize)
     assert batch_invariant_rows(model) >= length
     ids = torch.randint(3, 2048, (2, length), generator=torch.Generator().manual_seed(0))
@@ -621,6 +618,23 @@ def test_prompts_in_chunks_are_prompts_in_one_pass(length, quantize):
     cut.chunk = 64
     assert texts(cut, prompts, 40) == text
     assert same_held(whole, cut, length - 40 + 39)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "int4-g32"])
+def test_a_long_prompt_in_chunks_is_one_in_one_pass_up_to_rounding(quantize):
+    """A pass of more rows than STEP_ROWS takes another product, so a beginning that is reused is
+    not the same bits. A beginning that is missing changes logits by more."""
+    model = demo(quantize)
+    tokens = torch.randint(3, 2048, (1, 330), generator=torch.Generator().manual_seed(0))
+    found = []
+    with torch.inference_mode():
+        for chunk, begin in ((512, 0), (64, 0), (512, 64)):
+            runner = Engine(model, 1, 400).runner
+            h = runner.prefill(tokens, begin, 330, chunk)
+            found.append(model.head(h[:, -1]))
+    whole, cut, wrong = found
+    assert (cut - whole).square().mean().sqrt() < 0.02 * whole.std()
+    assert (wrong - whole).square().mean().sqrt() > 0.02 * whole.std()
 
 
 # ---------------------------------------------------------------------------- what is vouched for
@@ -636,9 +650,8 @@ def test_an_engine_does_not_vouch_for_attention_that_depends_on_its_shape(monkey
 @pytest.mark.parametrize("scheme", [None, "int8", "int4-g32", "fp8"])
 def test_an_engine_does_not_vouch_for_products_that_depend_on_their_shape(scheme, monkeypatch):
     # they remember
-    monkeypatch.setattr(cpu, "find_packed_split", products.find_packed_split.__wrapped__)
     for module in (cpu, linears):
-        monkeypatch.setattr(module, "find_kernel_split", products.find_kernel_split.__wrapped__)
+        monkeypatch.setattr(module, "find_row_split", products.find_row_split.__wrapped__)
     monkeypatch.setattr(products, "invariant_row_counts", lambda *given, **options: [])
     model = large_numbers(SHAPE, quantize=scheme)
     assert batch_invariant_rows(model) == 0 and not Engine(model, 1, 64).identical
@@ -652,7 +665,7 @@ def test_an_engine_vouches_for_no_more_rows_than_its_kernels_do(scheme, monkeypa
     dtype, quantize = (torch.float32, None) if scheme == "float32" else (torch.bfloat16, scheme)
     model = large_numbers(SHAPE, dtype=dtype, quantize=quantize)
     drafted = functools.partial(Engine, model, max_seq_length=32, drafter=NgramDraft())
-    num_rows = 14 if scheme == "int4-g32" else 40  # times 9: up to MAX_INT4_ROWS
+    num_rows = 14 if scheme == "int4-g32" else 28  # times 9: up to MAX_INT4_ROWS, STEP_ROWS
     assert drafted(batch_size=num_rows, speculate_k=8).identical
     monkeypatch.setattr(engines, "batch_invariant_rows", lambda model: 64)
     assert drafted(batch_size=8, speculate_k=7).identical

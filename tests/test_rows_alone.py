@@ -22,8 +22,8 @@ from drafts.ngram import NgramDraft
 from weights import linears
 
 WEIGHTS = ("bfloat16", "float32", "int8", "int4-g32")
-LENGTHS = (1, 3, 9, 15, 16, 17, 40, 63, 64, 66, 130, 250)
-N_NEW, S = 16, 280
+LENGTHS = (1, 3, 9, 15, 16, 17, 40, 63, 64, 66, 130, 250, 300)
+N_NEW, S = 16, 330
 
 
 @functools.cache
@@ -99,7 +99,7 @@ def batches(count: int, seed: int) -> list[list[int]]:
     return [generator.sample(range(len(LENGTHS)), generator.randint(1, 8)) for _ in range(count)]
 
 
-MIXED = [[1, 11], [11, 3, 0, 8, 5, 2, 10, 7]]  # 3 tokens beside 250; eight of all lengths
+MIXED = [[1, 12], [11, 3, 0, 8, 5, 2, 10, 7]]  # 3 tokens beside 300; eight of all lengths
 CASES = [(weights, kind, k) for weights in WEIGHTS for kind in ("model", "int8") for k in (0, 4)]
 
 

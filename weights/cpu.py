@@ -34,14 +34,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from exact.products import (
+    ANY_ROWS,
     FBGEMM_ROW_COUNTS,
     INTEGER_SPLIT,
     LARGE_ROW_COUNTS,
     ROW_COUNTS,
     UNPADDED_ROW_COUNTS,
     RowSplit,
-    find_kernel_split,
-    find_packed_split,
+    find_row_split,
 )
 from weights.compiling import LIBRARY, is_small_batch, module_of, register_handle
 from weights.formats import row_chunks
@@ -113,8 +113,9 @@ class PackedWeights(nn.Module):
         threads = torch.get_num_threads()
         candidates = cls.probed_rows(weight)
         max_first = cls.tile_rows if weight.dtype in HALF_TYPES else 2  # float32: every row costs
-        return find_packed_split(
-            cls.kernel_on_ones, *weight.shape, weight.dtype, candidates, max_first, threads
+        shape = tuple(weight.shape)
+        return find_row_split(
+            cls.kernel_on_ones, weight.dtype, candidates, threads, max_first, shape
         )
 
     @staticmethod
@@ -297,7 +298,7 @@ class FbgemmWeights(PackedWeights):
     @classmethod
     def find_row_split(cls, weight: Tensor) -> RowSplit:
         threads = torch.get_num_threads()
-        return find_kernel_split(
+        return find_row_split(
             cls.kernel_on_ones, torch.float32, FBGEMM_ROW_COUNTS, threads, cls.tile_rows
         )
 
@@ -399,7 +400,7 @@ class TransposedInt8(PackedInt8):
 
     @classmethod
     def find_row_split(cls, weight: Tensor) -> RowSplit:
-        return RowSplit((1,), is_exact=True)  # any number of rows will do, in one product
+        return RowSplit((1,), ANY_ROWS)  # any number of rows will do, in one product
 
     def prepack(self, weight: Tensor) -> Tensor:
         return weight
@@ -421,7 +422,7 @@ class FbgemmInt8(PackedInt8):
 
     @classmethod
     def find_row_split(cls, weight: Tensor) -> RowSplit:
-        return RowSplit((1,), is_exact=True)  # any number of rows will do, in one product
+        return RowSplit((1,), ANY_ROWS)  # any number of rows will do, in one product
 
     def prepack(self, weight: Tensor) -> torch.ScriptObject:
         scales = torch.ones(len(weight))

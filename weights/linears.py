@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decoding.errors import UserError
-from exact.products import ROW_COUNTS, RowSplit, find_kernel_split
+from exact.products import ROW_COUNTS, STEP_ROWS, RowSplit, find_row_split
 from weights import cpu, formats
 from weights.compiling import is_small_batch, register_handle
 from weights.cpu import PackedInt8, PackedWeights
@@ -308,9 +308,7 @@ class Int8Linear(QuantizedLinear):
             self.register_buffer("kernel_scale", self.scale.to(dtype), persistent=False)
             if on_cpu:
                 threads = torch.get_num_threads()
-                row_split = find_kernel_split(
-                    cpu.int8_kernel_on_ones, dtype, ROW_COUNTS[:10], threads
-                )
+                row_split = find_row_split(cpu.int8_kernel_on_ones, dtype, ROW_COUNTS[:10], threads)
                 self.use_kernel(row_split, self.out_features)
 
     def product(self, x: Tensor) -> Tensor:
@@ -319,13 +317,21 @@ class Int8Linear(QuantizedLinear):
         if not self.is_packed or self.packed is not None or self.is_fused(x):
             return super().product(x)
         if x.device.type == "cpu":
-            return self.run_kernel(x.to(self.kernel_scale.dtype)).to(x.dtype)
+            y = x.to(self.kernel_scale.dtype)
+            # The kernel takes as long for each row of a prompt as for a step.
+            is_prompt = not torch.compiler.is_compiling() and len(x) > STEP_ROWS
+            y = self.prompt_product(y) if is_prompt else self.run_kernel(y)
+            return y.to(x.dtype)
         if x.dtype == torch.float16:
             return F.linear(x, (self.codes * self.kernel_scale[:, None]).to(x.dtype))
         return F.linear(x, self.codes.to(x.dtype)) * self.kernel_scale
 
     def kernel(self, x: Tensor) -> Tensor:
         return torch._weight_int8pack_mm(x, self.codes, self.kernel_scale)
+
+    def prompt_product(self, x: Tensor) -> Tensor:
+        dtype = x.dtype if cpu.multiplies(x.dtype) else torch.float32
+        return F.linear(x.to(dtype), self.codes.to(dtype)) * self.kernel_scale
 
 
 class Int4Linear(QuantizedLinear):
@@ -379,7 +385,7 @@ class Int4Linear(QuantizedLinear):
             self.operator = cpu.INT4_KERNEL
             kernel = cpu.int4_kernel_on_ones
             threads = torch.get_num_threads()
-            row_split = find_kernel_split(kernel, self.dtype, range(1, 65), threads)
+            row_split = find_row_split(kernel, self.dtype, range(1, 65), threads)
             self.use_kernel(row_split, num_outputs)
             self.register_buffer("kernel_group", torch.tensor(self.format.group), persistent=False)
             codes = torch.zeros(num_outputs, self.in_features, dtype=torch.int32)
