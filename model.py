@@ -1,13 +1,21 @@
-"""The Llama-architecture decoder, read from top to bottom: the whole arithmetic and nothing else.
+"""The Llama-architecture decoder: the whole arithmetic and nothing else.
 
-    Config                      every number that the arithmetic depends on
-    Rope, apply_rope            rotary positions
+Llama comes first, a page to print and to read from top to bottom:
+
+    LlamaConfig                 the numbers of a Llama
+    RMSNorm, Rope, apply_rope   norms, and rotary positions
+    attend, visible_keys, AttentionKernel           attention with grouped heads
     KVCache, Caches             static keys and values, indexed by position
-    AttentionMask, attend       attention with grouped heads;  Attention
-    FeedForward, SparseMoE      SwiGLU, and a router's choice among many experts
-    Block, Transformer          tokens and positions in, logits out
-    Embedding, Linear, RMSNorm  the small modules
-    rope_frequencies            rotary positions for contexts longer than the trained one
+    Attention, FeedForward, Block, Transformer      tokens and positions in, logits out
+
+What deviates stands behind, by name, and replaces these parts in models of other families:
+
+    Config                      every number that the arithmetic depends on;  parts_of
+    FamilyRope, rope_frequencies        positions by layer, and for longer contexts
+    FamilyAttention             norms of q and k, and sinks
+    FamilyFeedForward, SparseMoE        other activations, and a choice among experts
+    FamilyBlock                 norms before and after, and a scale
+    Embedding, Linear, silu     small modules, and functions that round alike in any place
 
 A forward pass depends only on its arguments: `model(tokens, pos, caches)`. Sampling, quantization,
 ranks, files and text are handled elsewhere; the few lines that torch's compiler needs say so.
@@ -22,20 +30,17 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, compiler, nn
 
-LOGSUMEXP_DEVICE = "cpu"  # only its attention kernel also returns the log-sum-exp
-
 
 @dataclass(frozen=True)
-class Config:
-    """Every number that the arithmetic depends on. loading.config_from_hf makes one from a
-    config.json."""
+class LlamaConfig:
+    """The numbers of a Llama."""
 
     dim: int  # D
     n_layers: int
@@ -50,66 +55,40 @@ class Config:
     qkv_bias: bool = False
     out_bias: bool = False
     ffn_bias: bool = False
-    gate_limit: float | None = None  # bound of a feed-forward's gate and up
-    gate_alpha: float = 1.0  # of a bounded gate: gate * sigmoid(gate_alpha * gate)
-    gelu: bool = False  # is a feed-forward's gate activated by GELU, and not by SiLU?
-    # RMSNorm of q and k: of each head before ("heads") or after the rotation ("rotated"), or of
-    # all heads as one vector ("full").
-    qk_norm: str | None = None
-    norms_before: bool = True  # of the inputs of attention and feed-forward
-    norms_after: bool = False  # of their outputs
-    norm_offset: float = 0.0  # added to the weights of all norms
-    embed_scale: float = 1.0  # factor of embeddings
-    residual_scale: float = 1.0  # factor of the outputs of attention and feed-forward
-    score_scale: float = 1.0  # of q k / sqrt(E)
-    logit_scale: float = 1.0
-    sinks: bool = False  # a learned score of each head in the softmax, without a value
-    # For each layer the number of latest tokens that a token attends to, itself included; None: all
-    # of them. An empty tuple: all, in every layer.
-    windows: tuple[int | None, ...] = ()
-
-    # For each layer: does it have experts in place of one feed-forward? An empty tuple: none has.
-    sparse: tuple[bool, ...] = ()
-    n_experts: int = 0
-    experts_per_token: int = 0  # the router's top-k
-    expert_dim: int = 0  # F of an expert
-    expert_bias: bool = False
-    router_bias: bool = False
-    router_sigmoid: bool = False  # are the experts' scores sigmoids, and not a softmax?
-    selection_bias: bool = False  # a bias of each score that counts for the choice alone
-    router_norm: bool = True  # do the weights of a token's experts sum to 1?
-    routed_scale: float = 1.0  # factor of these weights
-    shared_dim: int = 0  # F of the expert that every token takes; 0: none
-    shared_gate: bool = False  # is it weighted by the sigmoid of a score of its own?
-
     rope_theta: float = 10000.0
-    rope_dim: int = 0  # rotated leading dimensions of a head; 0: all
-    rope_interleaved: bool = False  # pairs are (x[2 i], x[2 i + 1])
-    # For each layer: 0 rotates by rope_theta, 1 by rope_local_theta, None not at all. An empty
-    # tuple: 0 in every layer.
-    rope_types: tuple[int | None, ...] = ()
-    rope_local_theta: float = 10000.0  # of layers with rope type 1: sliding windows
-    rope_type: str = "default"  # how rope_frequencies stretches rope type 0; the numbers follow
+    rope_type: str = "default"  # how rope_frequencies stretches positions; the numbers follow
     rope_factor: float = 1.0
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
     rope_original_length: int = 0  # llama3, yarn, longrope: the context before it was stretched
-    rope_beta_fast: float = 32.0
-    rope_beta_slow: float = 1.0
-    rope_truncate: bool = True
-    rope_attention_factor: float = 1.0  # multiplies cos and sin
-    # Longrope's divisor of each frequency where no text is longer than the original length.
-    rope_short: tuple[float, ...] = ()
-    rope_long: tuple[float, ...] = ()  # the same where texts may be longer
-    # Scales queries by 1 + query_scale * log(1 + position // original length)
-    query_scale: float = 0.0
-
     dtype: str | None = None  # of the checkpoint's weights; no part of the arithmetic
-    # Names the checkpoint's tensors; no part of the arithmetic
-    family: str = field(default="llama", compare=False)
 
 
-# ------------------------------------------------------------------------------------------- RoPE
+# ------------------------------------------------------------------------------- norms and RoPE
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, in x's dtype; `F.rms_norm` accumulates 16-bit
+    input in float32. Gemma stores weights less 1, which keeps more of their digits in 16 bits; this
+    offset is added in float32."""
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float,
+        offset: float = 0.0,
+    ):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+        self.offset = offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.float() + self.offset if self.offset else self.weight
+        # Autocast hands 16-bit x to a float32 weight; torch fuses only equal dtypes, and warns of
+        # others.
+        y = F.rms_norm(x.to(weight.dtype), weight.shape, weight, self.eps)
+        return y.to(x.dtype)
 
 
 class Rope(nn.Module):
@@ -119,97 +98,142 @@ class Rope(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        # Inverse frequencies (n,) of n pairs: of rope type 0, of the same by longrope's long
-        # factors, and of rope type 1.
-        for name in ("inv_freq", "long_inv_freq", "local_inv_freq"):
-            self.register_buffer(name, None, persistent=False)
-        self.make_tables("cpu")
+        self.make_table("cpu")
 
-    def make_tables(self, device: torch.device | str) -> None:
-        config = self.config
-        self.inv_freq = rope_frequencies(config).to(device)
-        if config.rope_long:
-            self.long_inv_freq = rope_frequencies(config, config.rope_long).to(device)
-        if 1 in config.rope_types:
-            self.local_inv_freq = plain_frequencies(config, config.rope_local_theta).to(device)
+    def make_table(self, device: torch.device | str) -> None:
+        """The inverse frequencies (n,) of n pairs."""
+        inv_freq = rope_frequencies(self.config)
+        self.register_buffer("inv_freq", inv_freq.to(device), persistent=False)
 
     def _apply(self, fn, recurse: bool = True):
-        # `to` and `float` come through here. The tables follow the device, but stay float32 where
+        # `to` and `float` come through here. The table follows the device, but stays float32 where
         # the model is cast to 16 bits.
         super()._apply(fn, recurse)
-        self.make_tables(self.inv_freq.device)
+        self.make_table(self.inv_freq.device)
         return self
 
-    def is_long(self, max_seq_length: int) -> bool:
-        """Does longrope take its long factors? It does for all texts where they may grow beyond the
-        original context, so that no text changes from one set of factors to the other. vLLM does
-        the same."""
-        has_long = self.long_inv_freq is not None
-        return has_long and max_seq_length > self.config.rope_original_length
+    def forward(self, pos: Tensor, max_seq_length: int = 0) -> tuple[Tensor, ...]:
+        """pos (B, T) int -> cos, sin (B, 1, T, n) float32 of n pairs. `max_seq_length`, of a text,
+        counts in a FamilyRope."""
+        angle = pos[:, None, :, None].float() * self.inv_freq  # (B, 1, T, n)
+        return angle.cos(), angle.sin()
 
     def by_type(self, pos: Tensor, max_seq_length: int) -> dict:
-        """Rope type, as in Config.rope_types -> the result of `forward`, or None."""
-        rope_by_type = {None: None, 0: self(pos, max_seq_length)}
-        if self.local_inv_freq is not None:
-            rope_by_type[1] = self.rotation(pos, self.local_inv_freq, 1.0)
-        return rope_by_type
-
-    def forward(self, pos: Tensor, max_seq_length: int = 0) -> tuple[Tensor, ...]:
-        """pos (B, T) int -> cos, sin (B, 1, T, n) float32 of n pairs, and the queries' scale (B, 1,
-        T, 1) where the config has one. max_seq_length: see `is_long`."""
-        inv_freq = self.long_inv_freq if self.is_long(max_seq_length) else self.inv_freq
-        return self.rotation(pos, inv_freq, self.config.rope_attention_factor)
-
-    def rotation(
-        self,
-        pos: Tensor,
-        inv_freq: Tensor,
-        factor: float,
-    ) -> tuple[Tensor, ...]:
-        config = self.config
-        angle = pos[:, None, :, None].float() * inv_freq  # (B, 1, T, n)
-        scale = factor * math.sqrt(config.score_scale)  # of q and k: q k^T has its square
-        cos = angle.cos() * scale
-        sin = angle.sin() * scale
-        if not config.query_scale:
-            return cos, sin
-        num_contexts = pos // config.rope_original_length
-        query_scale = 1 + config.query_scale * (1 + num_contexts).log()  # (B, T)
-        return cos, sin, query_scale[:, None, :, None]
+        """Rope type of a layer -> the result of `forward`. All layers of a Llama have type 0."""
+        return {0: self(pos, max_seq_length)}
 
 
 def apply_rope(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
-    interleaved: bool = False,
 ) -> Tensor:
-    """Rotate the leading n pairs of x (B, heads, T, E). Pair i is (x[i], x[i + n]), or interleaved
-    (x[2i], x[2i + 1]). cos and sin (B, 1, T, n)."""
-    num_rotated = 2 * cos.size(-1)
-    if num_rotated < x.size(-1):
-        x, rest = x.tensor_split((num_rotated,), dim=-1)
-        rotated = apply_rope(x, cos, sin, interleaved)
-        return torch.cat((rotated, rest), dim=-1)
-    if interleaved:
-        pairs = x.float().unflatten(-1, (-1, 2))  # (B, heads, T, n, 2)
-        a, b = pairs.unbind(-1)
-    else:
-        a, b = x.float().chunk(2, dim=-1)  # each (B, heads, T, n)
+    """Rotate x (B, heads, T, E) by cos and sin (B, 1, T, n): n pairs (x[i], x[i + n])."""
+    a, b = x.float().chunk(2, dim=-1)  # each (B, heads, T, n)
     rotated = (a * cos - b * sin, b * cos + a * sin)
-    if interleaved:
-        return torch.stack(rotated, dim=-1).flatten(-2).to(x.dtype)
     return torch.cat(rotated, dim=-1).to(x.dtype)
 
 
-def plain_frequencies(config: Config, theta: float) -> Tensor:
-    """Inverse frequencies (n,) float32 of n pairs: RoFormer, arXiv:2104.09864, eq. 15."""
-    rope_dim = config.rope_dim or config.head_dim
-    exponent = torch.arange(0, rope_dim, 2, dtype=torch.float32, device="cpu") / rope_dim
-    return 1.0 / theta**exponent
+# -------------------------------------------------------------------------- attention and KV cache
 
 
-# --------------------------------------------------------------------------------------- KV cache
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention in float32. q (B, H, T, E), k and v (B, G, S, E), bias (B, 1, rows, S) ->
+    (B, H, T, E).
+
+    The R query heads that share a KV head become rows of one product, so K and V are read once.
+    Zero rows pad the queries to the bias's rows. sinks (H,): see `beside_sinks`.
+    """
+    B, H, T, E = q.shape
+    G = k.size(1)
+    num_rows = H // G * T
+    # A CPU kernel reads rows of E numbers.
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q = q.reshape(B, G, num_rows, E)  # (B, H, T, E) -> (B, G, R*T, E)
+    num_padding = bias.size(2) - num_rows
+    if num_padding:
+        q = F.pad(q, (0, 0, 0, num_padding))  # (B, G, rows, E)
+    if sinks is None:
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return y[:, :, :num_rows].reshape(B, H, T, E)
+    y, logsumexp = attend_with_logsumexp(q, k, v, bias)
+    parts = (x[:, :, :num_rows].reshape(B, H, T, -1) for x in (y, logsumexp[..., None]))
+    return beside_sinks(*parts, sinks)
+
+
+class AttentionMask(NamedTuple):
+    """The cached keys that the queries of one call see, and the function that attends to them."""
+
+    mask: Tensor  # (B, 1, T, S) bool; of AttentionKernel.prepare (B, 1, rows, S), added to scores
+    index: Tensor | None  # (B, S) positions to gather, or None: the first S
+    run: Callable = attend
+
+
+def attention_mask(pos: Tensor, key_pos: Tensor, window: int | None) -> Tensor:
+    """True where a query may see a key: pos (B, T), key_pos (S,) or (B, S) -> bool (B, 1, T, S).
+
+    A query sees the keys up to its position; with a window, the last `window` of them.
+    """
+    query_pos = pos[:, None, :, None]  # (B, 1, T, 1)
+    distance = query_pos - key_pos.view(-1, 1, 1, key_pos.size(-1))  # (B, 1, T, S)
+    is_visible = distance >= 0
+    if window is not None:
+        is_visible = is_visible & (distance < window)
+    return is_visible
+
+
+def visible_keys(
+    pos: Tensor,
+    key_pos: Tensor,
+    window: int | None,
+    key_block: int,
+) -> AttentionMask:
+    """The keys that queries at pos (B, T), consecutive within a row, see. key_pos: (S,) of a cache,
+    or pos itself.
+
+    In a cache that is longer than the window, only the blocks of key_block keys that cover it are
+    gathered, so that the cost stays constant.
+    """
+    S = key_pos.size(-1)
+    num_keys = S
+    if window is not None:
+        # T queries see window + T - 1 keys, which may begin anywhere in a block.
+        num_blocks = 1 + math.ceil((window + pos.size(1) - 2) / key_block)
+        num_keys = num_blocks * key_block
+    if num_keys >= S:
+        return AttentionMask(attention_mask(pos, key_pos, window), None)
+    first_key = (pos[:, :1] - (window - 1)).clamp(min=0)  # (B, 1)
+    block_begin = first_key // key_block * key_block
+    index = block_begin + torch.arange(num_keys, device=pos.device)  # (B, num_keys)
+    mask = attention_mask(pos, index, window)
+    # The last block may reach beyond the cache; what is gathered there in its place is masked.
+    return AttentionMask(mask, index.clamp(max=S - 1))
+
+
+class AttentionKernel:
+    """How attention runs. Other kernels give the same results up to rounding: exact/attention.py
+    has the one by which all passes round alike, decoding/split_kv.py a GPU's."""
+
+    key_block = 1  # the keys of a window are gathered in whole blocks of this many
+    run = staticmethod(attend)
+
+    def prepare(
+        self,
+        keys: AttentionMask,
+        R: int,
+        dtype: torch.dtype,
+    ) -> AttentionMask:
+        """The mask as 0 and -inf (B, 1, R * T, S), to be added to scores."""
+        zero = torch.zeros((), dtype=dtype, device=keys.mask.device)
+        bias = zero.where(keys.mask, -math.inf)
+        bias = bias.repeat(1, 1, R, 1)  # (B, 1, T, S) -> (B, 1, R*T, S)
+        return AttentionMask(bias, keys.index, self.run)
 
 
 class KVCache(nn.Module):
@@ -227,6 +251,7 @@ class KVCache(nn.Module):
     # May a text that begins alike take over the first positions of a slot? Not from a cache that
     # drops them.
     keeps_prefixes = True
+    kernel = staticmethod(attend)  # the function behind `attend`, of which exactness is probed
 
     def __init__(
         self,
@@ -276,14 +301,14 @@ class KVCache(nn.Module):
         """q (B, H, T, E) over the visible positions -> (B, H, T, E). B may be smaller than the
         cache's."""
         k, v = self.read(q.size(0), visible)
-        run = visible.attend or attend
-        return run(q, k, v, visible.mask, sinks)
+        return visible.run(q, k, v, visible.mask, sinks)
 
-    def read(self, B: int, visible: AttentionMask) -> list[Tensor]:
-        """Keys and values (B, G, S, E) of the first B rows."""
-        return self.read_buffers(("k", "v"), B, visible)
-
-    def read_buffers(self, names: tuple[str, ...], B: int, visible: AttentionMask) -> list[Tensor]:
+    def read(
+        self,
+        B: int,
+        visible: AttentionMask,
+        names: tuple[str, ...] = ("k", "v"),
+    ) -> list[Tensor]:
         """The visible positions (B, G, S, …) of the first B rows of these buffers."""
         if visible.index is None:
             S = visible.mask.size(-1)
@@ -303,37 +328,15 @@ class KVCache(nn.Module):
         return {name: getattr(self, name)[rows, :, begin:end] for name in self.by_position}
 
 
-def row_view(module: nn.Module, begin: int, end: int) -> nn.Module:
-    """The module for rows [begin, end) of a batch: a shallow copy whose buffers are views of these
-    rows. Scalars and the buffers named in `shared` stay those of all rows."""
-    shared = getattr(module, "shared", ())
-    view = copy.copy(module)
-    view._buffers = dict(module._buffers)
-    for name, x in module.named_buffers(recurse=False):
-        if name not in shared and x.dim() > 0:
-            view._buffers[name] = x[begin:end]
-    return view
-
-
 class Caches(NamedTuple):
-    """A KVCache for every layer, and the positions that attention runs over.
-
-    `row_multiple` and `key_block` fix the shapes that attention runs in. They change a result by
-    rounding alone, and a caller sets them where every pass has to round alike.
-    """
+    """A KVCache for every layer, and the positions that attention runs over."""
 
     layers: tuple[KVCache, ...]
     key_pos: Tensor  # (S,) 0, 1, 2, …
-    row_multiple: int = 1  # query rows are padded to a multiple of this
-    key_block: int = 1  # the keys of a window are gathered in whole blocks of this many
-    # Keys that a row of a mask has memory for, whatever S is. A GPU's attention kernel takes rows
-    # that begin at multiples of 8 keys, and compiled code copies a mask for each layer unless it
-    # knows that they do.
-    mask_length: int | None = None
     # Layer, or the number of layers -> recorder of what enters it.
     aux_hidden_states: Mapping[int, nn.Module] = {}
-    max_seq_length: int = 0  # of a row's text, by which longrope chooses its factors: see Rope
-    attend: Callable | None = None  # an attention in place of the function `attend`
+    max_seq_length: int = 0  # of a row's text, by which longrope chooses its factors
+    kernel: AttentionKernel = AttentionKernel()  # how attention runs
 
     def slice_to(self, length: int) -> Caches:
         """Attend to positions < `length` only. The length is the size of key_pos, and no number,
@@ -348,121 +351,404 @@ class Caches(NamedTuple):
             aux_hidden_states={layer: row_view(states, begin, end) for layer, states in aux},
         )
 
-    def record(
-        self,
-        layer: int,
-        x: Tensor,
-        pos: Tensor,
-    ) -> None:
+    def record(self, layer: int, x: Tensor, pos: Tensor) -> None:
         """Record what enters a layer, x (B, T, D), if a recorder asks for it."""
         if layer in self.aux_hidden_states:
             self.aux_hidden_states[layer].update(x, pos)
 
 
-# -------------------------------------------------------------------------------------- attention
+# -------------------------------------------------------------------------- layers and Transformer
 
 
-class AttentionMask(NamedTuple):
-    """The cached keys that the queries of one call see; shared by all layers with the same
-    window."""
+class Attention(nn.Module):
+    """Grouped-query attention. Head counts follow from the Linears' shapes, so a rank's slice just
+    works."""
 
-    mask: Tensor  # (B, 1, T, S) bool; after `as_bias` (B, 1, rows, S), added to scores
-    index: Tensor | None  # (B, S) positions to gather, or None: the first S
-    attend: Callable | None = None  # as in Caches
+    def __init__(self, config: Config):
+        super().__init__()
+        self.head_dim = config.head_dim
+        q_dim = config.n_heads * config.head_dim
+        k_dim = config.n_kv_heads * config.head_dim
+        self.qkv = Linear(config.dim, q_dim + 2 * k_dim, bias=config.qkv_bias)
+        self.out = Linear(q_dim, config.dim, bias=config.out_bias)
+        self.register_parameter("sinks", None)
 
-    def as_bias(
+    def heads(self) -> tuple[int, int]:
+        """(H, G) on this rank."""
+        H = self.out.in_features // self.head_dim
+        num_qkv = self.qkv.out_features // self.head_dim
+        return H, (num_qkv - H) // 2
+
+    def queries_keys(self, qk: Tensor, rope: tuple) -> tuple[Tensor, ...]:
+        """Rotate q and k (B, H + G, T, E) -> q (B, H, T, E), k (B, G, T, E). They rotate together:
+        small models are bound by the number of operations."""
+        qk = apply_rope(qk, *rope)
+        return qk.split(self.heads(), dim=1)
+
+    def forward(
         self,
-        R: int,
-        row_multiple: int,
+        x: Tensor,
+        pos: Tensor,
+        rope: tuple | None,
+        visible: AttentionMask,
+        cache: KVCache | None,
+    ) -> Tensor:
+        H, G = self.heads()
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2G, E)
+        qkv = qkv.transpose(1, 2)  # (B, H + 2G, T, E)
+        qk, v = qkv.split((H + G, G), dim=1)
+        q, k = self.queries_keys(qk, rope)
+        if cache is None:
+            y = visible.run(q, k, v, visible.mask, self.sinks)
+        else:
+            cache.update(k, v, pos)
+            y = cache.attend(q, visible, self.sinks)
+        y = y.transpose(1, 2).flatten(2)  # (B, H, T, E) -> (B, T, H*E)
+        return self.out(y)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)), gate and up in one matrix."""
+
+    def __init__(
+        self,
+        config: Config,
+        dim: int,
+        bias: bool,
+    ):
+        super().__init__()
+        self.gate_up = Linear(config.dim, 2 * dim, bias=bias)
+        self.down = Linear(dim, config.dim, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up.halves(x)  # each (..., F)
+        return self.down(self.gated(gate, up))
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """(..., F), (..., F) -> (..., F)"""
+        return silu(gate) * up
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn = FeedForward(config, config.ffn_dim, config.ffn_bias)
+
+    @compiler.nested_compile_region  # a compiler traces one block for all layers
+    def forward(
+        self,
+        x: Tensor,
+        pos: Tensor,
+        rope: tuple,
+        visible: AttentionMask,
+        cache: KVCache | None,
+    ) -> Tensor:
+        y = self.attention(self.attention_norm(x), pos, rope, visible, cache)
+        x = x + y
+        y = self.ffn(self.ffn_norm(x))
+        return x + y
+
+
+class Transformer(nn.Module):
+    """Tokens and their positions in, logits out. Without caches a call attends over its own tokens
+    (training, scoring); with caches also over all earlier positions (decoding)."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        # Of each layer; a Llama's are all alike.
+        self.windows = config.windows or (None,) * config.n_layers
+        self.rope_types = config.rope_types or (0,) * config.n_layers
+        # A Llama's are of Block and of Rope.
+        blocks, self.rope = parts_of(config)
+        self.embed = Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(blocks)
+        self.norm = RMSNorm(config.dim, config.norm_eps, config.norm_offset)
+        self.lm_head = Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.embed.weight
+
+    def make_caches(
+        self,
+        batch_size: int,
+        max_seq_length: int,
+        cache_type: type[KVCache] = KVCache,
+    ) -> Caches:
+        """Empty caches for batch_size rows of max_seq_length positions. Any number of sets may be
+        in use at once."""
+        weight = self.norm.weight
+        E = self.config.head_dim
+        layers = []
+        with torch.inference_mode(False):  # plain tensors, which any later code may write to
+            for layer in self.layers:
+                _, G = layer.attention.heads()
+                cache = cache_type(batch_size, G, max_seq_length, E, weight.dtype, weight.device)
+                layers.append(cache)
+            key_pos = torch.arange(max_seq_length, device=weight.device)
+        return Caches(tuple(layers), key_pos, max_seq_length=max_seq_length)
+
+    visible_keys = staticmethod(visible_keys)
+
+    def visible_by_window(
+        self,
+        pos: Tensor,
+        caches: Caches | None,
         dtype: torch.dtype,
-        mask_length: int | None = None,
-    ) -> AttentionMask:
-        """The mask as 0 and -inf for R * T query rows, padded to a multiple of `row_multiple`, in
-        memory for rows of `mask_length` keys."""
-        zero = torch.zeros((), dtype=dtype, device=self.mask.device)
-        bias = zero.where(self.mask, -math.inf)
-        bias = bias.repeat(1, 1, R, 1)  # (B, 1, T, S) -> (B, 1, R*T, S)
-        num_padding = -bias.size(2) % row_multiple
-        if num_padding:
-            bias = F.pad(bias, (0, 0, 0, num_padding))
-        if mask_length is not None and self.index is None:
-            S = bias.size(-1)
-            bias = F.pad(bias, (0, mask_length - S))[..., :S]
-        return self._replace(mask=bias)
+    ) -> dict[int | None, AttentionMask]:
+        """Window of a layer -> the keys that queries at pos (B, T) see through that window."""
+        if caches is None:
+            caches = Caches((), key_pos=pos)
+        H, G = self.layers[0].attention.heads()
+        kernel = caches.kernel
+        visible = {}
+        for window in set(self.windows):
+            keys = self.visible_keys(pos, caches.key_pos, window, kernel.key_block)
+            visible[window] = kernel.prepare(keys, H // G, dtype)
+        return visible
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """tokens (B, T) int -> what enters the first layer (B, T, D). The scale is rounded to the
+        embeddings' dtype, as Gemma's was in its training."""
+        x = self.embed(tokens)
+        if self.config.embed_scale == 1:
+            return x
+        return x * x.new_full((), self.config.embed_scale)
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        pos: Tensor,
+        caches: Caches | None = None,
+    ) -> Tensor:
+        """tokens (B, T) int, pos (T,) or (B, T) int, consecutive within a row -> normed states (B,
+        T, D)."""
+        pos = pos.expand(tokens.shape)  # (B, T)
+        x = self.embedded(tokens)  # (B, T, D)
+        visible_by_window = self.visible_by_window(pos, caches, x.dtype)
+        if caches is None:
+            T = pos.size(1)
+            caches = Caches((None,) * len(self.layers), key_pos=pos, max_seq_length=T)
+        rope_by_type = self.rope.by_type(pos, caches.max_seq_length)
+        for i, layer in enumerate(self.layers):
+            caches.record(i, x, pos)
+            rope = rope_by_type[self.rope_types[i]]
+            visible = visible_by_window[self.windows[i]]
+            x = layer(x, pos, rope, visible, caches.layers[i])
+        caches.record(len(self.layers), x, pos)
+        return self.norm(x)
+
+    def head(self, h: Tensor) -> Tensor:
+        """h (..., D) -> logits (..., V) float32."""
+        return scaled(self.lm_head(h).float(), self.config.logit_scale)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        pos: Tensor,
+        caches: Caches | None = None,
+    ) -> Tensor:
+        """Logits (B, T, V) float32 for the token after each position."""
+        return self.head(self.hidden(tokens, pos, caches))
 
 
-def attention_mask(pos: Tensor, key_pos: Tensor, window: int | None) -> Tensor:
-    """True where a query may see a key: pos (B, T), key_pos (S,) or (B, S) -> bool (B, 1, T, S).
-
-    A query sees the keys up to its position; with a window, the last `window` of them.
-    """
-    query_pos = pos[:, None, :, None]  # (B, 1, T, 1)
-    distance = query_pos - key_pos.view(-1, 1, 1, key_pos.size(-1))  # (B, 1, T, S)
-    is_visible = distance >= 0
-    if window is not None:
-        is_visible = is_visible & (distance < window)
-    return is_visible
+# ------------------------------------------------------------- what deviates: Config, and its parts
 
 
-def visible_keys(
-    pos: Tensor,
-    key_pos: Tensor,
-    window: int | None,
-    key_block: int,
-) -> AttentionMask:
-    """The keys that queries at pos (B, T), consecutive within a row, see. key_pos: (S,) of a cache,
-    or pos itself.
+@dataclass(frozen=True)
+class Config(LlamaConfig):
+    """Every number that the arithmetic depends on: a Llama's, and those by which other families
+    deviate. loading.config_from_hf makes one from a config.json."""
 
-    In a cache that is longer than the window, only the blocks of key_block keys that cover it are
-    gathered, so that the cost stays constant.
-    """
-    S = key_pos.size(-1)
-    num_keys = S
-    if window is not None:
-        # T queries see window + T - 1 keys, which may begin anywhere in a block.
-        num_blocks = 1 + math.ceil((window + pos.size(1) - 2) / key_block)
-        num_keys = num_blocks * key_block
-    if num_keys >= S:
-        return AttentionMask(attention_mask(pos, key_pos, window), None)
-    first_key = (pos[:, :1] - (window - 1)).clamp(min=0)  # (B, 1)
-    block_begin = first_key // key_block * key_block
-    index = block_begin + torch.arange(num_keys, device=pos.device)  # (B, num_keys)
-    mask = attention_mask(pos, index, window)
-    # The last block may reach beyond the cache; what is gathered there in its place is masked.
-    return AttentionMask(mask, index.clamp(max=S - 1))
+    gate_limit: float | None = None  # bound of a feed-forward's gate and up
+    gate_alpha: float = 1.0  # of a bounded gate: gate * sigmoid(gate_alpha * gate)
+    gelu: bool = False  # is a feed-forward's gate activated by GELU, and not by SiLU?
+    # RMSNorm of q and k: of each head before ("heads") or after the rotation ("rotated"), or of
+    # all heads as one vector ("full").
+    qk_norm: str | None = None
+    norms_before: bool = True  # of the inputs of attention and feed-forward
+    norms_after: bool = False  # of their outputs
+    norm_offset: float = 0.0  # added to the weights of all norms
+    embed_scale: float = 1.0  # factor of embeddings
+    residual_scale: float = 1.0  # factor of the outputs of attention and feed-forward
+    score_scale: float = 1.0  # of q k / sqrt(E)
+    logit_scale: float = 1.0
+    sinks: bool = False  # a learned score of each head in the softmax, without a value
+    # For each layer the number of latest tokens that a token attends to, itself included; None: all
+    # of them. An empty tuple: all, in every layer.
+    windows: tuple[int | None, ...] = ()
+
+    # For each layer: does it have experts in place of one feed-forward? An empty tuple: none has.
+    sparse: tuple[bool, ...] = ()
+    n_experts: int = 0
+    experts_per_token: int = 0  # the router's top-k
+    expert_dim: int = 0  # F of an expert
+    expert_bias: bool = False
+    router_bias: bool = False
+    router_sigmoid: bool = False  # are the experts' scores sigmoids, and not a softmax?
+    selection_bias: bool = False  # a bias of each score that counts for the choice alone
+    router_norm: bool = True  # do the weights of a token's experts sum to 1?
+    routed_scale: float = 1.0  # factor of these weights
+    shared_dim: int = 0  # F of the expert that every token takes; 0: none
+    shared_gate: bool = False  # is it weighted by the sigmoid of a score of its own?
+
+    rope_dim: int = 0  # rotated leading dimensions of a head; 0: all
+    rope_interleaved: bool = False  # pairs are (x[2 i], x[2 i + 1])
+    # For each layer: 0 rotates by rope_theta, 1 by rope_local_theta, None not at all. An empty
+    # tuple: 0 in every layer.
+    rope_types: tuple[int | None, ...] = ()
+    rope_local_theta: float = 10000.0  # of layers with rope type 1: sliding windows
+    rope_beta_fast: float = 32.0
+    rope_beta_slow: float = 1.0
+    rope_truncate: bool = True
+    rope_attention_factor: float = 1.0  # multiplies cos and sin
+    # Longrope's divisor of each frequency where no text is longer than the original length.
+    rope_short: tuple[float, ...] = ()
+    rope_long: tuple[float, ...] = ()  # the same where texts may be longer
+    # Scales queries by 1 + query_scale * log(1 + position // original length)
+    query_scale: float = 0.0
+    # Names the checkpoint's tensors; no part of the arithmetic
+    family: str = field(default="llama", compare=False)
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    sinks: Tensor | None = None,
+def parts_of(config: Config) -> tuple[list[Block], Rope]:
+    """The layers and the rotary positions of a Llama, or where the config has any number of another
+    family those that read it."""
+    names = [field.name for field in fields(LlamaConfig)]
+    # No layer reads the last two, of which the second is for other rope types.
+    names += ["windows", "rope_local_theta"]
+    if config == Config(**{name: getattr(config, name) for name in names}):
+        blocks = [Block(config) for _ in range(config.n_layers)]
+        return blocks, Rope(config)
+    sparse = config.sparse or (False,) * config.n_layers
+    blocks = [FamilyBlock(config, is_sparse) for is_sparse in sparse]
+    return blocks, FamilyRope(config)
+
+
+# -------------------------------------------------------------------------------- rotary positions
+
+
+class FamilyRope(Rope):
+    """Rotations that differ by layer (Config.rope_types) or by the length that texts may reach
+    (longrope), and that scale queries and keys."""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        if config.rope_long:
+            self.long = FamilyRope(replace(config, rope_short=config.rope_long, rope_long=()))
+        if 1 in config.rope_types:
+            plain = {"rope_types": (), "rope_type": "default", "rope_attention_factor": 1.0}
+            self.local = FamilyRope(replace(config, rope_theta=config.rope_local_theta, **plain))
+
+    def forward(self, pos: Tensor, max_seq_length: int = 0) -> tuple[Tensor, ...]:
+        """cos, sin, and the queries' scale (B, 1, T, 1) where the config has one. max_seq_length:
+        see `takes_long_factors`."""
+        if takes_long_factors(self.config, max_seq_length):
+            return self.long(pos)
+        config = self.config
+        # Of q and k: q k^T has its square.
+        scale = config.rope_attention_factor * math.sqrt(config.score_scale)
+        cos, sin = (x * scale for x in super().forward(pos))
+        if not config.query_scale:
+            return cos, sin
+        num_contexts = pos // config.rope_original_length
+        query_scale = 1 + config.query_scale * (1 + num_contexts).log()  # (B, T)
+        return cos, sin, query_scale[:, None, :, None]
+
+    def by_type(self, pos: Tensor, max_seq_length: int) -> dict:
+        """Rope type, as in Config.rope_types -> the result of `forward`, or None."""
+        rope_by_type = {None: None, 0: self(pos, max_seq_length)}
+        if 1 in self.config.rope_types:
+            rope_by_type[1] = self.local(pos)
+        return rope_by_type
+
+
+def takes_long_factors(config: Config, max_seq_length: int) -> bool:
+    """Does longrope take its long factors? It does for all texts where they may grow beyond the
+    original context, so that no text changes from one set of factors to the other. vLLM does the
+    same."""
+    return bool(config.rope_long) and max_seq_length > config.rope_original_length
+
+
+def apply_rope_partly(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
 ) -> Tensor:
-    """Softmax attention in float32. q (B, H, T, E), k and v (B, G, S, E), bias (B, 1, rows, S) ->
-    (B, H, T, E).
+    """`apply_rope` for the leading n pairs of x (B, heads, T, E), which may be interleaved: pair i
+    is (x[2i], x[2i + 1])."""
+    x, rest = x.tensor_split((2 * cos.size(-1),), dim=-1)
+    if interleaved:
+        a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # each (B, heads, T, n)
+        pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        rotated = pairs.flatten(-2).to(x.dtype)
+    else:
+        rotated = apply_rope(x, cos, sin)
+    return torch.cat((rotated, rest), dim=-1) if rest.size(-1) else rotated
 
-    The R query heads that share a KV head become rows of one product, so K and V are read once.
-    Zero rows pad the queries to the bias's rows. sinks (H,): a score of each head that takes part
-    in the softmax without a value.
+
+def rope_frequencies(config: Config) -> Tensor:
+    """Inverse frequencies (n,) float32 of n pairs, scaled by `config.rope_type`.
+
+    Sources: default RoFormer arXiv:2104.09864, eq. 15; linear interpolation arXiv:2306.15595;
+    llama3 the published Llama 3.1 reference; yarn arXiv:2309.00071 §3.2 (NTK-by-parts); longrope
+    arXiv:2402.13753 §3.
     """
-    B, H, T, E = q.shape
-    G = k.size(1)
-    num_rows = H // G * T
-    # A CPU kernel reads rows of E numbers.
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    q = q.reshape(B, G, num_rows, E)  # (B, H, T, E) -> (B, G, R*T, E)
-    num_padding = bias.size(2) - num_rows
-    if num_padding:
-        q = F.pad(q, (0, 0, 0, num_padding))  # (B, G, rows, E)
-    if sinks is None:
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-        return y[:, :, :num_rows].reshape(B, H, T, E)
-    y, logsumexp = attend_with_logsumexp(q, k, v, bias)
-    y = y[:, :, :num_rows].reshape(B, H, T, E)
-    logsumexp = logsumexp[:, :, :num_rows].reshape(B, H, T)
-    share = sigmoid(logsumexp - sinks.float()[:, None])  # (B, H, T): sum / (sum + e^sink)
-    return (y * share[..., None]).to(q.dtype)
+    rope_dim = config.rope_dim or config.head_dim
+    exponent = torch.arange(0, rope_dim, 2, dtype=torch.float32, device="cpu") / rope_dim
+    inv_freq = 1.0 / config.rope_theta**exponent
+    match config.rope_type:
+        case "default":
+            return inv_freq
+        case "linear":
+            return inv_freq / config.rope_factor
+        case "longrope":
+            return inv_freq / torch.tensor(config.rope_short, dtype=torch.float32, device="cpu")
+        case "llama3":
+            share = llama3_share(config, inv_freq)
+        case "yarn":
+            share = yarn_share(config, rope_dim)
+    # A fast pair (share 1) stays; a slow one (share 0) is stretched to the longer context.
+    return inv_freq / config.rope_factor * (1 - share) + inv_freq * share
+
+
+def llama3_share(config: Config, inv_freq: Tensor) -> Tensor:
+    """How much of each pair (n,) stays, by the circles that it makes in the original context."""
+    num_circles = config.rope_original_length * inv_freq / (2 * math.pi)
+    low = config.rope_low_freq_factor
+    ramp = (num_circles - low) / (config.rope_high_freq_factor - low)
+    return ramp.clamp(0, 1)
+
+
+def yarn_share(config: Config, rope_dim: int) -> Tensor:
+    """How much of each pair (n,) stays: all up to the pair that makes `rope_beta_fast` circles in
+    the original context, nothing from that of `rope_beta_slow`, and a ramp between them."""
+
+    def pair_of(num_circles: float) -> float:
+        ratio = config.rope_original_length / (num_circles * 2 * math.pi)
+        return rope_dim * math.log(ratio) / (2 * math.log(config.rope_theta))
+
+    low = pair_of(config.rope_beta_fast)
+    high = pair_of(config.rope_beta_slow)
+    if config.rope_truncate:
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, rope_dim - 1)
+    pair = torch.arange(rope_dim // 2, dtype=torch.float32, device="cpu")
+    ramp = (pair - low) / ((high - low) or 0.001)
+    return 1 - ramp.clamp(0, 1)
+
+
+# ------------------------------------------------------------------------------------ attention
+
+
+LOGSUMEXP_DEVICE = "cpu"  # only its attention kernel also returns the log-sum-exp
 
 
 def attend_with_logsumexp(
@@ -479,104 +765,68 @@ def attend_with_logsumexp(
     return weights @ v, scores.logsumexp(-1)
 
 
-class Attention(nn.Module):
-    """Grouped-query attention. Head counts follow from the Linears' shapes, so a rank's slice just
-    works."""
+def beside_sinks(y: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:
+    """Attention y (B, H, T, E) with one more score of each head, sinks (H,), that takes part in the
+    softmax without a value. logsumexp (B, H, T, 1): of the scores behind y."""
+    share = sigmoid(logsumexp - sinks.float()[:, None, None])  # sum / (sum + e^sink)
+    return (y * share).to(y.dtype)
+
+
+class FamilyAttention(Attention):
+    """Attention with norms of queries and keys, layers without RoPE, and sinks."""
 
     def __init__(self, config: Config):
-        super().__init__()
-        self.head_dim = config.head_dim
+        super().__init__(config)
         self.qk_norm = config.qk_norm
         self.interleaved = config.rope_interleaved
         self.qk_scale = math.sqrt(config.score_scale)  # without RoPE, whose tables hold it
-        q_dim = config.n_heads * config.head_dim
-        k_dim = config.n_kv_heads * config.head_dim
-        self.qkv = Linear(config.dim, q_dim + 2 * k_dim, bias=config.qkv_bias)
-        self.out = Linear(q_dim, config.dim, bias=config.out_bias)
         if self.qk_norm:
             is_full = self.qk_norm == "full"
-            q_norm_dim = q_dim if is_full else config.head_dim
-            k_norm_dim = k_dim if is_full else config.head_dim
-            self.q_norm = RMSNorm(q_norm_dim, config.norm_eps, config.norm_offset)
-            self.k_norm = RMSNorm(k_norm_dim, config.norm_eps, config.norm_offset)
-        self.register_parameter("sinks", None)
+            heads = (config.n_heads, config.n_kv_heads) if is_full else (1, 1)
+            self.q_norm, self.k_norm = (
+                RMSNorm(num * config.head_dim, config.norm_eps, config.norm_offset) for num in heads
+            )
         if config.sinks:
             self.sinks = nn.Parameter(torch.zeros(config.n_heads))
 
-    def heads(self) -> tuple[int, int]:
-        """(H, G) on this rank."""
-        H = self.out.in_features // self.head_dim
-        num_qkv = self.qkv.out_features // self.head_dim
-        return H, (num_qkv - H) // 2
+    def normalize(self, qk: Tensor) -> Tensor:
+        """RMSNorm of q and k (B, H + G, T, E): of each head, or of all heads as one vector."""
+        normed = []
+        for x, norm in zip(qk.split(self.heads(), dim=1), (self.q_norm, self.k_norm)):
+            if self.qk_norm == "full":
+                x = x.transpose(1, 2)  # (B, T, heads, E)
+                y = norm(x.flatten(2)).view(x.shape).transpose(1, 2)
+            else:
+                y = norm(x)
+            normed.append(y)
+        return torch.cat(normed, dim=1)
 
-    def normalize(self, qk: Tensor, H: int) -> Tensor:
-        """RMSNorm of each head of q and k (B, H + G, T, E)."""
-        q = self.q_norm(qk[:, :H])
-        k = self.k_norm(qk[:, H:])
-        return torch.cat((q, k), dim=1)
-
-    def forward(
-        self,
-        x: Tensor,
-        pos: Tensor,
-        rope: tuple | None,
-        visible: AttentionMask,
-        cache: KVCache | None,
-    ) -> Tensor:
-        B, T, _ = x.shape
-        H, G = self.heads()
-        E = self.head_dim
-        qkv = self.qkv(x)  # (B, T, (H + 2G)*E)
-        if self.qk_norm == "full":
-            q, k, v = qkv.split((H * E, G * E, G * E), dim=-1)
-            q = self.q_norm(q)
-            k = self.k_norm(k)
-            qkv = torch.cat((q, k, v), dim=-1)
-        qkv = qkv.view(B, T, H + 2 * G, E).transpose(1, 2)  # (B, H + 2G, T, E)
-        qk, v = qkv.split((H + G, G), dim=1)
-        if self.qk_norm == "heads":
-            qk = self.normalize(qk, H)
-        if rope is not None:  # q and k together: small models are bound by the number of operations
-            qk = apply_rope(qk, *rope[:2], self.interleaved)
-        else:
+    def queries_keys(self, qk: Tensor, rope: tuple | None) -> tuple[Tensor, ...]:
+        if self.qk_norm in ("heads", "full"):
+            qk = self.normalize(qk)
+        if rope is None:
             qk = scaled(qk, self.qk_scale)
+        else:
+            qk = apply_rope_partly(qk, *rope[:2], self.interleaved)
         if self.qk_norm == "rotated":
-            qk = self.normalize(qk, H)
-        q, k = qk.split((H, G), dim=1)  # (B, H, T, E), (B, G, T, E)
+            qk = self.normalize(qk)
+        q, k = qk.split(self.heads(), dim=1)
         if rope is not None and len(rope) > 2:  # the queries' scale
             q = (q * rope[2]).to(q.dtype)
-        if cache is None:
-            y = attend(q, k, v, visible.mask, self.sinks)
-        else:
-            cache.update(k, v, pos)
-            y = cache.attend(q, visible, self.sinks)
-        y = y.transpose(1, 2).flatten(2)  # (B, H, T, E) -> (B, T, H*E)
-        return self.out(y)
+        return q, k
 
 
 # ----------------------------------------------------------------------- feed-forward and experts
 
 
-class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)), gate and up in one matrix. gpt-oss clamps both and adds
-    1 to up; Gemma has GELU in place of SiLU."""
+class FamilyFeedForward(FeedForward):
+    """gpt-oss clamps gate and up and adds 1 to up; Gemma has GELU in place of SiLU."""
 
-    def __init__(
-        self,
-        config: Config,
-        dim: int,
-        bias: bool,
-    ):
-        super().__init__()
+    def __init__(self, config: Config, dim: int, bias: bool):
+        super().__init__(config, dim, bias)
         self.limit = config.gate_limit
         self.alpha = config.gate_alpha
         self.activation = gelu if config.gelu else silu
-        self.gate_up = Linear(config.dim, 2 * dim, bias=bias)
-        self.down = Linear(dim, config.dim, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up.halves(x)  # each (..., F)
-        return self.down(self.gated(gate, up))
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """(..., F), (..., F) -> (..., F)"""
@@ -597,7 +847,7 @@ class Experts(nn.ModuleList):
     def __init__(self, config: Config):
         dim = config.expert_dim
         bias = config.expert_bias
-        super().__init__(FeedForward(config, dim, bias) for _ in range(config.n_experts))
+        super().__init__(FamilyFeedForward(config, dim, bias) for _ in range(config.n_experts))
         self.config = config
         self.selection_bias = None
         if config.selection_bias:
@@ -652,7 +902,7 @@ class SparseMoE(nn.Module):
         self.experts = Experts(config)
         self.shared = None
         if config.shared_dim:
-            self.shared = FeedForward(config, config.shared_dim, False)
+            self.shared = FamilyFeedForward(config, config.shared_dim, False)
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, -2)  # (B, T, D) -> (N, D)
@@ -667,14 +917,11 @@ class SparseMoE(nn.Module):
         return y.view(x.shape)
 
 
-# -------------------------------------------------------------------------- block and Transformer
-
-
-class Block(nn.Module):
-    """Attention and a feed-forward, each added to the residual stream."""
+class FamilyBlock(Block):
+    """A block with norms before or after attention and feed-forward, a scale, and maybe experts."""
 
     def __init__(self, config: Config, sparse: bool = False):
-        super().__init__()
+        nn.Module.__init__(self)
         self.scale = config.residual_scale
 
         def norm(is_present: bool) -> nn.Module:
@@ -683,16 +930,16 @@ class Block(nn.Module):
             return RMSNorm(config.dim, config.norm_eps, config.norm_offset)
 
         self.attention_norm = norm(config.norms_before)
-        self.attention = Attention(config)
+        self.attention = FamilyAttention(config)
         self.attention_after = norm(config.norms_after)
         self.ffn_norm = norm(config.norms_before)
         if sparse:
             self.ffn = SparseMoE(config)
         else:
-            self.ffn = FeedForward(config, config.ffn_dim, config.ffn_bias)
+            self.ffn = FamilyFeedForward(config, config.ffn_dim, config.ffn_bias)
         self.ffn_after = norm(config.norms_after)
 
-    @compiler.nested_compile_region  # a compiler traces one block for all layers
+    @compiler.nested_compile_region
     def forward(
         self,
         x: Tensor,
@@ -707,124 +954,23 @@ class Block(nn.Module):
         return x + scaled(self.ffn_after(y), self.scale)
 
 
-class Transformer(nn.Module):
-    """Tokens and their positions in, logits out. Without caches a call attends over its own tokens
-    (training, scoring); with caches also over all earlier positions (decoding)."""
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.config = config
-        self.windows = config.windows or (None,) * config.n_layers
-        self.rope_types = config.rope_types or (0,) * config.n_layers
-        sparse = config.sparse or (False,) * config.n_layers
-        self.embed = Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config, is_sparse) for is_sparse in sparse)
-        self.norm = RMSNorm(config.dim, config.norm_eps, config.norm_offset)
-        self.lm_head = Linear(config.dim, config.vocab_size, bias=False)
-        if config.tie_embeddings:
-            self.lm_head.weight = self.embed.weight
-        self.rope = Rope(config)
-
-    def make_caches(
-        self,
-        batch_size: int,
-        max_seq_length: int,
-        cache_type: type[KVCache] = KVCache,
-    ) -> Caches:
-        """Empty caches for batch_size rows of max_seq_length positions. Any number of sets may be
-        in use at once."""
-        weight = self.norm.weight
-        E = self.config.head_dim
-        layers = []
-        with torch.inference_mode(False):  # plain tensors, which any later code may write to
-            for layer in self.layers:
-                _, G = layer.attention.heads()
-                cache = cache_type(batch_size, G, max_seq_length, E, weight.dtype, weight.device)
-                layers.append(cache)
-            key_pos = torch.arange(max_seq_length, device=weight.device)
-        return Caches(tuple(layers), key_pos, max_seq_length=max_seq_length)
-
-    visible_keys = staticmethod(visible_keys)
-
-    def visible_by_window(
-        self,
-        pos: Tensor,
-        caches: Caches | None,
-        dtype: torch.dtype,
-    ) -> dict[int | None, AttentionMask]:
-        """Window of a layer -> the keys that queries at pos (B, T) see through that window."""
-        if caches is None:
-            caches = Caches((), key_pos=pos)
-        H, G = self.layers[0].attention.heads()
-        visible = {}
-        for window in set(self.windows):
-            keys = self.visible_keys(pos, caches.key_pos, window, caches.key_block)
-            shape = (H // G, caches.row_multiple, dtype, caches.mask_length)
-            visible[window] = keys.as_bias(*shape)._replace(attend=caches.attend)
-        return visible
-
-    def embedded(self, tokens: Tensor) -> Tensor:
-        """tokens (B, T) int -> what enters the first layer (B, T, D). The scale is rounded to the
-        embeddings' dtype, as Gemma's was in its training."""
-        x = self.embed(tokens)
-        if self.config.embed_scale == 1:
-            return x
-        return x * x.new_full((), self.config.embed_scale)
-
-    def hidden(
-        self,
-        tokens: Tensor,
-        pos: Tensor,
-        caches: Caches | None = None,
-    ) -> Tensor:
-        """tokens (B, T) int, pos (T,) or (B, T) int, consecutive within a row -> normed states (B,
-        T, D)."""
-        pos = pos.expand(tokens.shape)  # (B, T)
-        x = self.embedded(tokens)  # (B, T, D)
-        visible_by_window = self.visible_by_window(pos, caches, x.dtype)
-        if caches is None:
-            T = pos.size(1)
-            caches = Caches((None,) * len(self.layers), key_pos=pos, max_seq_length=T)
-        rope_by_type = self.rope.by_type(pos, caches.max_seq_length)
-        for i, layer in enumerate(self.layers):
-            caches.record(i, x, pos)
-            rope = rope_by_type[self.rope_types[i]]
-            visible = visible_by_window[self.windows[i]]
-            x = layer(x, pos, rope, visible, caches.layers[i])
-        caches.record(len(self.layers), x, pos)
-        return self.norm(x)
-
-    def head(self, h: Tensor) -> Tensor:
-        """h (..., D) -> logits (..., V) float32."""
-        return scaled(self.lm_head(h).float(), self.config.logit_scale)
-
-    def forward(
-        self,
-        tokens: Tensor,
-        pos: Tensor,
-        caches: Caches | None = None,
-    ) -> Tensor:
-        """Logits (B, T, V) float32 for the token after each position."""
-        return self.head(self.hidden(tokens, pos, caches))
-
-
 # ---------------------------------------------------------------------------------- small modules
 
 
-class Embedding(nn.Embedding):
-    """Rows of a table; on the meta device without initial values."""
+class Unfilled:
+    """A module that has no initial values on the meta device."""
 
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
             super().reset_parameters()
 
 
-class Linear(nn.Linear):
-    """y = x W^T + b; on the meta device without initial values."""
+class Embedding(Unfilled, nn.Embedding):
+    """Rows of a table."""
 
-    def reset_parameters(self) -> None:
-        if not self.weight.is_meta:
-            super().reset_parameters()
+
+class Linear(Unfilled, nn.Linear):
+    """y = x W^T + b"""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
@@ -837,32 +983,6 @@ class Linear(nn.Linear):
     def halves(self, x: Tensor) -> tuple[Tensor, ...]:
         """(..., in) -> the two halves of (..., out)."""
         return self(x).chunk(2, dim=-1)
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, in x's dtype; `F.rms_norm` accumulates 16-bit
-    input in float32. Gemma stores weights less 1, which keeps more of their digits in 16 bits; the
-    offset is added in float32."""
-
-    def __init__(
-        self,
-        dim: int,
-        eps: float,
-        offset: float = 0.0,
-    ):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
-        self.offset = offset
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        if self.offset:
-            weight = weight.float() + self.offset
-        # Autocast hands 16-bit x to a float32 weight; torch fuses only equal dtypes, and warns of
-        # others.
-        y = F.rms_norm(x.to(weight.dtype), weight.shape, weight, self.eps)
-        return y.to(x.dtype)
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -888,56 +1008,13 @@ def scaled(x: Tensor, scale: float) -> Tensor:
     return x if scale == 1 else x * scale
 
 
-# ------------------------------------------------------------------------ RoPE for longer contexts
-
-
-def rope_frequencies(config: Config, stretch: tuple[float, ...] = ()) -> Tensor:
-    """Inverse frequencies (n,) float32 of n pairs, scaled by `config.rope_type`. `stretch` holds
-    longrope's divisors, by default those of short texts.
-
-    Sources: linear interpolation arXiv:2306.15595; llama3 the published Llama 3.1 reference; yarn
-    arXiv:2309.00071 §3.2 (NTK-by-parts); longrope arXiv:2402.13753 §3.
-    """
-    inv_freq = plain_frequencies(config, config.rope_theta)
-    match config.rope_type:
-        case "default":
-            return inv_freq
-        case "linear":
-            return inv_freq / config.rope_factor
-        case "longrope":
-            divisor = stretch or config.rope_short
-            return inv_freq / torch.tensor(divisor, dtype=torch.float32, device="cpu")
-        case "llama3":
-            share = llama3_share(config, inv_freq)
-        case "yarn":
-            share = yarn_share(config, 2 * len(inv_freq))
-    # A fast pair (share 1) stays; a slow one (share 0) is stretched to the longer context.
-    return inv_freq / config.rope_factor * (1 - share) + inv_freq * share
-
-
-def llama3_share(config: Config, inv_freq: Tensor) -> Tensor:
-    """How much of each pair (n,) stays, by the circles that it makes in the original context."""
-    num_circles = config.rope_original_length * inv_freq / (2 * math.pi)
-    low = config.rope_low_freq_factor
-    ramp = (num_circles - low) / (config.rope_high_freq_factor - low)
-    return ramp.clamp(0, 1)
-
-
-def yarn_share(config: Config, rope_dim: int) -> Tensor:
-    """How much of each pair (n,) stays: all up to the pair that makes `rope_beta_fast` circles in
-    the original context, nothing from that of `rope_beta_slow`, and a ramp between them."""
-
-    def pair_of(num_circles: float) -> float:
-        ratio = config.rope_original_length / (num_circles * 2 * math.pi)
-        return rope_dim * math.log(ratio) / (2 * math.log(config.rope_theta))
-
-    low = pair_of(config.rope_beta_fast)
-    high = pair_of(config.rope_beta_slow)
-    if config.rope_truncate:
-        low = math.floor(low)
-        high = math.ceil(high)
-    low = max(low, 0)
-    high = min(high, rope_dim - 1)
-    pair = torch.arange(rope_dim // 2, dtype=torch.float32, device="cpu")
-    ramp = (pair - low) / ((high - low) or 0.001)
-    return 1 - ramp.clamp(0, 1)
+def row_view(module: nn.Module, begin: int, end: int) -> nn.Module:
+    """The module for rows [begin, end) of a batch: a shallow copy whose buffers are views of these
+    rows. Scalars and the buffers named in `shared` stay those of all rows."""
+    shared = getattr(module, "shared", ())
+    view = copy.copy(module)
+    view._buffers = dict(module._buffers)
+    for name, x in module.named_buffers(recurse=False):
+        if name not in shared and x.dim() > 0:
+            view._buffers[name] = x[begin:end]
+    return view

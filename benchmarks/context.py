@@ -27,6 +27,7 @@ from decoding.kv_8bit import CACHE_TYPES
 from decoding.runner import ModelRunner
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
+from exact.attention import ExactKernel
 from exact.products import FAST_ROWS, RowSplit
 from loading.config import config_from_hf
 from loading.models import random_model
@@ -171,7 +172,7 @@ def without_exactness(model: Transformer, engine: Engine) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(ModelRunner, "bucket_length", exact_length))
         stack.enter_context(
-            mock.patch.object(target, "caches", target.caches._replace(row_multiple=1))
+            mock.patch.object(target, "caches", target.caches._replace(kernel=ExactKernel(1)))
         )
         for module in model.modules():
             if type(module) is cpu.PackedWeights:

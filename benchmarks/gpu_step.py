@@ -146,7 +146,7 @@ def float32_logits(model: Transformer, tokens: Tensor, num_last: int) -> Tensor:
 
 def float32_block(config: Config, layer: Block) -> Block:
     with torch.device("meta"):
-        block = Block(config)
+        block = type(layer)(config)
     for name, module in list(block.named_modules()):
         source = layer.get_submodule(name)
         if isinstance(module, nn.Linear):

@@ -29,7 +29,7 @@ from drafts.registry import load_models
 from generate import LLM
 from loading.checkpoint import Checkpoint
 from loading.target import Target
-from model import Config, Transformer
+from model import Config, Transformer, takes_long_factors
 from tp import ALONE, Ranks
 from weights.walker import batch_invariant_rows
 
@@ -76,7 +76,7 @@ def open_llm(
     print_broken(refused, rows)
 
     length = length_of([len(row.ids) + row.max_new_tokens for row in rows])
-    if model.rope.is_long(length):
+    if takes_long_factors(model.config, length):
         print_status(f"longrope takes its long factors, since texts may have {length} tokens")
     num_slots = workload.num_slots or choose_slots(options, len(rows), length, model, drafter)
     num_prompt_tokens = sum(len(row.ids) for row in rows)

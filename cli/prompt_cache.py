@@ -26,6 +26,7 @@ from loading.adapter import adapter_hash
 from loading.checkpoint import Checkpoint
 from loading.files import open_safetensors, write_atomically
 from loading.target import Target
+from model import takes_long_factors
 
 FORMAT = "a prompt cache of quickdraft, 5"
 # Flags whose values change the cached keys and values.
@@ -178,7 +179,8 @@ def model_identity(engine: Engine) -> dict[str, str]:
     """What else determines keys and values: dtypes, and with longrope its factors."""
     models = [runner.model for runner in engine.runners]
     identity = {"--dtype": ", ".join(str(model.norm.weight.dtype) for model in models)}
-    rotated_long = [model.rope.is_long(engine.max_seq_length) for model in models]
+    length = engine.max_seq_length
+    rotated_long = [takes_long_factors(model.config, length) for model in models]
     if any(model.config.rope_long for model in models):
         identity["longrope's long factors"] = ", ".join(map(str, rotated_long))
     return identity

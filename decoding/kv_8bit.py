@@ -14,14 +14,12 @@ other channels and there is no rotation.
 import functools
 import itertools
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from exact.attention import kernel_of
-from model import AttentionMask, KVCache
+from model import AttentionMask, KVCache, attend
 from weights.compiling import LIBRARY
 
 INNER_CACHE_SCORES = 2**18  # scores that stay in a processor's inner caches
@@ -58,8 +56,8 @@ def hadamard(E: int, device: torch.device) -> Tensor:
         matrix = torch.ones(1, 1, dtype=dtype)
         while E % (2 * len(matrix)) == 0:
             matrix = torch.kron(double, matrix)
-        num_blocks = E // len(matrix)
-        return torch.block_diag(*[matrix] * num_blocks).to(device)
+        blocks = [matrix] * (E // len(matrix))
+        return torch.block_diag(*blocks).to(device)
 
 
 # ------------------------------------------------------------------------------ attention in codes
@@ -90,10 +88,8 @@ def attend_codes(
     num_missing = -k.size(2) % LANES
     if num_missing:  # masked positions fill the last lanes
         last = (0, num_missing)
-        k = F.pad(k, (0, 0, 0, num_missing))
-        k_scale = F.pad(k_scale, last)
-        v = F.pad(v, last)
-        v_scale = F.pad(v_scale, last)
+        k = F.pad(k, (0, 0, *last))
+        k_scale, v, v_scale = (F.pad(x, last) for x in (k_scale, v, v_scale))
         bias = F.pad(bias, last, value=-math.inf)
     B, H, T, E = q.shape
     G = k.size(1)
@@ -148,21 +144,6 @@ def _like_q(q: Tensor, *others: Tensor) -> Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-def quantize_and_attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-) -> Tensor:
-    """`attend_codes` with the signature of `attend`, for the exactness probe (exact/attention.py).
-    The probe's values are built to cancel; here every channel of v repeats the first, so that
-    their int8 codes cancel too."""
-    k, k_scale = to_codes(k)
-    v, v_scale = to_codes(v[..., :1].expand_as(v))
-    bias = bias.expand(q.size(0), -1, -1, -1)
-    return attend_codes(q, k, k_scale[..., 0], v.mT, v_scale[..., 0], bias)
-
-
 @functools.cache
 def has_exact_int_mm() -> bool:
     """Is torch._int_mm exact? Some processors add pairs of products in 16 bits, or have no such
@@ -200,15 +181,10 @@ class CodedCache(KVCache):
         dtype: torch.dtype,
         device: torch.device,
     ):
-        nn.Module.__init__(self)
-        buffers = {
-            "k": torch.zeros(B, G, S, E, dtype=torch.int8, device=device),
-            "v": torch.zeros(B, G, E, S, dtype=torch.int8, device=device).mT,  # (B, G, S, E)
-            "k_scale": torch.zeros(B, G, S, device=device),
-            "v_scale": torch.zeros(B, G, S, device=device),
-        }
-        for name, zeros in buffers.items():
-            self.register_buffer(name, zeros, persistent=False)
+        super().__init__(B, G, S, E, torch.int8, device)
+        self.v = self.v.mT.contiguous().mT  # (B, G, S, E)
+        for name in ("k_scale", "v_scale"):
+            self.register_buffer(name, torch.zeros(B, G, S, device=device), persistent=False)
 
     @staticmethod
     def position_bytes(G: int, E: int, dtype: torch.dtype) -> int:
@@ -228,24 +204,14 @@ class CodedCache(KVCache):
     def read_codes(self, B: int, visible: AttentionMask) -> list[Tensor]:
         """k (B, G, S, E), k_scale (B, G, S), v (B, G, S, E) and v_scale (B, G, S) of the first B
         rows."""
-        return self.read_buffers(("k", "k_scale", "v", "v_scale"), B, visible)
+        return super().read(B, visible, ("k", "k_scale", "v", "v_scale"))
 
     def read(self, B: int, visible: AttentionMask) -> list[Tensor]:
         """Keys as they are coded, and values, both (B, G, S, E) in the mask's dtype."""
         k, k_scale, v, v_scale = self.read_codes(B, visible)
-        v = v.contiguous()  # kernels read rows of E
-        dtype = visible.mask.dtype
-        return [self.decoded(k, k_scale, dtype), self.decoded(v, v_scale, dtype)]
-
-    def decoded(
-        self,
-        codes: Tensor,
-        scale: Tensor,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """Codes (B, G, S, E) and scales (B, G, S) -> numbers (B, G, S, E)."""
-        numbers = codes.view(self.code_dtype).float() * scale[..., None]
-        return numbers.to(dtype)
+        pairs = ((k, k_scale), (v.contiguous(), v_scale))  # kernels read rows of E
+        numbers = [codes.view(self.code_dtype).float() * scale[..., None] for codes, scale in pairs]
+        return [x.to(visible.mask.dtype) for x in numbers]
 
 
 class Int8Cache(CodedCache):
@@ -259,15 +225,17 @@ class Int8Cache(CodedCache):
         self.register_buffer("rotation", hadamard(E, device), persistent=False)
         self.uses_integers = attends_in_codes(dtype, device)
 
-    @classmethod
+    @staticmethod
     def kernel(
-        cls,
-        has_sinks: bool,
-        like: Tensor,
-    ) -> Callable:
-        if not has_sinks and attends_in_codes(like.dtype, like.device):
-            return quantize_and_attend
-        return kernel_of(KVCache, has_sinks, like)
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """`attend` of keys and values (B, G, S, E), for the probe. Its values are built to cancel;
+        here every channel of v repeats the first, so that their int8 codes cancel too."""
+        if sinks is not None or not attends_in_codes(q.dtype, q.device):
+            return attend(q, k, v, bias, sinks)
+        k, k_scale = to_codes(k)
+        v, v_scale = to_codes(v[..., :1].expand_as(v))
+        return attend_codes(q, k, k_scale[..., 0], v.mT, v_scale[..., 0], bias)
 
     def rotate(self, x: Tensor) -> Tensor:
         """x (B, heads, T, E) -> the same shape, rotated, float32."""

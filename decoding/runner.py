@@ -14,13 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from decoding.split_kv import CHUNK, MIN_KEYS, has_efficient_kernel, split_attend
+from decoding.split_kv import CHUNK, MIN_KEYS, GraphKernel, has_efficient_kernel
 from decoding.state import State
-from exact.attention import KEY_BLOCK, invariant_multiples, kernel_of, round_up_length
+from exact.attention import ExactKernel, Heads, invariant_multiples, round_up_length
 from model import Caches, KVCache, Transformer
 from weights.compiling import mark_dynamic
 
-MASK_MULTIPLE = 8  # keys, at which a row of a mask begins for a GPU's attention kernel
 PREFILL_CHUNK = 512  # tokens of a prompt per pass; bounds the memory of activations
 # By device type. On a GPU each pass unpacks all quantized weights to 16 bits first.
 PREFILL_CHUNKS = {"cuda": 2048}
@@ -65,8 +64,9 @@ class ModelRunner:
         self.uses_cuda_graphs = compile and self.device.type == "cuda"
         # Beyond MIN_KEYS there are several lengths to split: see there.
         is_split = self.uses_cuda_graphs and S > MIN_KEYS and has_efficient_kernel(E, weight)
-        kernel = kernel_of(cache_type, model.config.sinks, weight)
-        multiples = invariant_multiples(kernel, B, H, G, E, weight)
+        heads = Heads(B, G, H // G, E, weight.dtype, model.config.sinks)
+        threads = torch.get_num_threads()
+        multiples = invariant_multiples(cache_type.kernel, heads, self.device, threads)
         self.attends_alike = multiples is not None  # does a query have the same bits in every pass?
         row_multiple, self.length_multiple = multiples or (1, CHUNK if is_split else 16)
         # The last chunk of a prompt has room for its padding, whatever S is.
@@ -78,16 +78,10 @@ class ModelRunner:
             layer.parked_pos = self.S
         if layers is not None:
             caches = caches._replace(layers=tuple(layers))
-        attend = split_attend if is_split else None
-        self.caches = caches._replace(
-            row_multiple=row_multiple,
-            key_block=KEY_BLOCK,
-            max_seq_length=max_seq_length,
-            attend=attend,
-        )
+        kernel = ExactKernel(row_multiple)
         if self.uses_cuda_graphs:
-            mask_length = math.ceil((self.S + slack) / MASK_MULTIPLE) * MASK_MULTIPLE
-            self.caches = self.caches._replace(mask_length=mask_length)
+            kernel = GraphKernel(self.S + slack, is_split)
+        self.caches = caches._replace(max_seq_length=max_seq_length, kernel=kernel)
         self.hidden = model.hidden if compile_prompts is None else compile_prompts(model.hidden)
 
     def for_draft(

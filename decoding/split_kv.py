@@ -1,6 +1,7 @@
 """Attention of a few queries over a long cache on a GPU, with the keys split into chunks that run
 in parallel (flash-decoding).
 
+    GraphKernel             the attention of steps that are CUDA graphs
     split_attend            `model.attend`, by chunks of keys
     merge_chunks            the chunks' attentions and log-sum-exps -> attention over all keys
     efficient_attention     torch's memory-efficient kernel, which returns the log-sum-exp
@@ -15,18 +16,42 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from model import attend
+from model import AttentionKernel, AttentionMask, attend
 from weights.compiling import is_small_batch
 
 CHUNK = 256  # keys, as many as the shortest CUDA graph attends to
 # Fewer keys do not make up for the launch that merges the chunks. This is an odd number of chunks,
-# and a window gathers an even one (KEY_BLOCK) where a cache is longer: between the two conditions
+# and a window gathers an even one (key_block) where a cache is longer: between the two conditions
 # lie several lengths or none. Dynamo would make a single one a constant, and refuse that.
 MIN_KEYS = 3 * CHUNK
 QUERY_BLOCK = 64  # query rows that a thread block of the kernel takes
 MAX_BLOCKS = 128  # so many thread blocks fill a GPU without chunks
+# Keys at which a row of a mask begins for a GPU's attention kernel. Compiled code copies a mask for
+# each layer unless it knows that rows do.
+MASK_MULTIPLE = 8
+
+
+class GraphKernel(AttentionKernel):
+    """Attention with masks whose rows have memory for `num_positions` keys, whatever S is. It may
+    split keys into chunks."""
+
+    key_block = 2 * CHUNK
+
+    def __init__(self, num_positions: int, is_split: bool):
+        self.mask_length = math.ceil(num_positions / MASK_MULTIPLE) * MASK_MULTIPLE
+        if is_split:
+            self.run = split_attend
+
+    def prepare(self, keys: AttentionMask, R: int, dtype: torch.dtype) -> AttentionMask:
+        keys = super().prepare(keys, R, dtype)
+        if keys.index is not None:
+            return keys
+        S = keys.mask.size(-1)
+        bias = F.pad(keys.mask, (0, self.mask_length - S))
+        return keys._replace(mask=bias[..., :S])
 
 
 def has_efficient_kernel(E: int, like: Tensor) -> bool:

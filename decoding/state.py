@@ -83,7 +83,7 @@ class State(nn.Module):
         # step's input, and its keys and values are in no cache.
         fixed("pos", B, value=S)
         fixed("prompt_length", B)
-        fixed("end", B)  # where to stop: the row is full, or longrope changes
+        fixed("end", B)  # the index of the last token
         fixed("done", B, value=True)
         fixed("seed", B)
         fixed("stop_ids", B, MAX_STOP_IDS, value=-1)

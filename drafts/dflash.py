@@ -35,7 +35,7 @@ from drafts.hidden_states import (
 from drafts.vocabulary import read_token_id
 from loading.checkpoint import Checkpoint
 from loading.config import Section
-from model import Caches, Config, Linear, RMSNorm, apply_rope
+from model import Caches, Config, Linear, RMSNorm, apply_rope_partly
 
 MAX_BLOCK = 64  # a block may not reach past the positions that an engine clears after a request
 OPTIONS = {"block_size", "mask_token_id", "target_layer_ids", "causal"}  # the keys of dflash_config
@@ -97,7 +97,7 @@ class DFlashModel(HiddenStateModel):
             H, G = attention.heads()
             qkv = attention.qkv(context).unflatten(-1, (-1, attention.head_dim))
             _, k, v = qkv.transpose(1, 2).split((H, G, G), dim=1)  # (B, T, H + 2G, E) -> (B, …)
-            k = apply_rope(attention.k_norm(k), cos, sin, attention.interleaved)
+            k = apply_rope_partly(attention.k_norm(k), cos, sin, attention.interleaved)
             keys_values.append((k, v))
         return keys_values
 

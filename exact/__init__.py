@@ -3,7 +3,8 @@
     probes       sums that cancel, so that they show in which order a kernel adds
     products     numbers of rows for which a product gives each row the same bits, and RowSplit,
                  which keeps to them
-    attention    multiples of query rows and of lengths for which attention does the same
+    attention    multiples of query rows and of lengths for which attention does the same, and
+                 ExactKernel, which keeps to them
 
 What is promised. "Bit-exact" here compares two runs of one model on one machine, and speaks of
 steps and rounds: the logits of a token are the same bits whether it is decoded alone or among other

@@ -27,7 +27,6 @@ from decoding.kv_8bit import (
     Int8Cache,
     attend_codes,
     hadamard,
-    quantize_and_attend,
 )
 from decoding.options import EngineOptions
 from decoding.runner import clear_positions
@@ -40,7 +39,15 @@ from exact.attention import Heads, attends_alike, invariant_multiples
 from exact.probes import cancelling
 from loading.checkpoint import load_model
 from loading.config import config_from_hf
-from model import AttentionMask, Caches, KVCache, Transformer, attend, attention_mask
+from model import (
+    AttentionKernel,
+    AttentionMask,
+    Caches,
+    KVCache,
+    Transformer,
+    attend,
+    attention_mask,
+)
 from weights.walker import pack_model
 
 CODED = [Int8Cache, Fp8Cache]
@@ -221,19 +228,21 @@ def test_scores_are_exact_sums():
 
 def test_without_exact_sums_attention_dequantizes(monkeypatch):
     """Where torch has no exact product of codes, a cache says so to its kernel and to its probe."""
-    like = torch.zeros(1, dtype=torch.bfloat16)
+    q, k, v = (normal(1, 1, n, 16, seed=n).bfloat16() for n in (1, 32, 33))
+    bias = torch.zeros(1, 1, 1, 32, dtype=torch.bfloat16)
     for is_exact in (True, False):
         monkeypatch.setattr(caches, "has_exact_int_mm", lambda is_exact=is_exact: is_exact)
         cache = Int8Cache(1, 1, 8, 16, torch.bfloat16, CPU)
         assert cache.uses_integers == is_exact
-        assert (Int8Cache.kernel(False, like) is quantize_and_attend) == is_exact
+        y = Int8Cache.kernel(q, k, v[:, :, :32], bias)
+        assert torch.equal(y, attend(q, k, v[:, :, :32], bias)) != is_exact
 
 
 def test_the_self_check_sees_how_codes_are_added(monkeypatch):
     """Whole passes round alike here; a product over positions in halves, where there are several
     queries, is seen."""
-    like = torch.zeros(1, dtype=torch.bfloat16)
-    assert invariant_multiples(quantize_and_attend, 1, 8, 2, 32, like) is not None
+    heads = Heads(1, 2, 4, 32, torch.bfloat16)
+    assert invariant_multiples(Int8Cache.kernel, heads, CPU, torch.get_num_threads())
     product = torch._weight_int8pack_mm
 
     def in_halves(p, codes, ones):
@@ -248,9 +257,7 @@ def test_the_self_check_sees_how_codes_are_added(monkeypatch):
 
     monkeypatch.setattr(torch, "_weight_int8pack_mm", in_halves)
     for rows, unit in ((1, 16), (8, 512)):
-        assert not attends_alike(
-            quantize_and_attend, Heads(1, 2, 4, 32, torch.bfloat16), rows, unit
-        )
+        assert not attends_alike(Int8Cache.kernel, heads, rows, unit)
 
 
 # ----------------------------------------------------------------------------------------- models
@@ -448,6 +455,10 @@ def test_rows_and_drafts_have_their_own_text(family, folder_of):
         assert rows_of(model, PROMPTS, engine=engine) == alone
 
 
+class Blocks(AttentionKernel):
+    key_block = 16  # so that few positions are gathered
+
+
 def test_16_bit_windows_meet_codes_too(folder_of, monkeypatch):
     """Gathered positions of a window, in bfloat16: attention over codes gives what dequantized ones
     do, up to the rounding of queries to 8 bits."""
@@ -455,8 +466,7 @@ def test_16_bit_windows_meet_codes_too(folder_of, monkeypatch):
     tokens, pos = torch.tensor([[*range(3, 63)]]), torch.arange(60)
     found = []
     for whole in (True, False):
-        # so that few positions are gathered
-        held = model.make_caches(1, 61, Int8Cache)._replace(key_block=16)
+        held = model.make_caches(1, 61, Int8Cache)._replace(kernel=Blocks())
         for layer in held.layers:
             assert layer.uses_integers == caches.attends_in_codes(torch.bfloat16, CPU)
             layer.uses_integers = layer.uses_integers and whole
@@ -553,8 +563,8 @@ class Ring(KVCache):
         B, H = q.shape[:2]
         mask = attention_mask(self.pos, self.key_pos[:B], self.WINDOW)  # (B, 1, T, LENGTH + 1)
         mask = mask & (self.key_pos[:B, None, None] >= 0)
-        bias = AttentionMask(mask, None).as_bias(H // self.k.size(1), 1, q.dtype).mask
-        return attend(q, self.k[:B], self.v[:B], bias, sinks)
+        keys = AttentionKernel().prepare(AttentionMask(mask, None), H // self.k.size(1), q.dtype)
+        return attend(q, self.k[:B], self.v[:B], keys.mask, sinks)
 
 
 @pytest.mark.parametrize("drafter", [None, NgramDraft], ids=["plain", "drafted"])

@@ -301,7 +301,7 @@ def test_a_draft_whose_cache_is_longer_reads_no_state_of_a_free_slot(monkeypatch
     """As where the probe gives two head sizes other lengths. The request between two others ends
     first."""
     monkeypatch.setattr(
-        runner, "invariant_multiples", lambda attend, B, H, G, E, like: (1, 192 if E == 16 else 16)
+        runner, "invariant_multiples", lambda _, heads, *rest: (1, 192 if heads.E == 16 else 16)
     )
     target, _ = pair()
     plain = rows_of(target, PROMPTS[:3])

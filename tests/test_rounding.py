@@ -32,7 +32,7 @@ from drafts.base import Drafter, ModelDraft
 from drafts.ngram import NgramDraft
 from drafts.target_layers import layer_subset
 from exact import products
-from exact.attention import invariant_multiples, round_up_length
+from exact.attention import Heads, invariant_multiples, round_up_length
 from exact.probes import cancelling
 from exact.products import STEP_ROWS, RowSplit, invariant_row_counts
 from loading.checkpoint import load_model
@@ -160,7 +160,7 @@ def made_up(where):
     """Attention that adds up the keys of query `at` of T one by one, backwards where(T, rows, S,
     at)."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: None) -> Tensor:
         (B, H, T, E), (rows, S) = q.shape, bias.shape[2:]
         picked = [0, T - 1]  # the others are not looked at, and all heads are alike
         scores = q[0, 0, picked].double() @ k[0, 0].double().T + bias[0, 0, picked]  # (2, S), exact
@@ -187,7 +187,8 @@ def made_up(where):
         (lambda T, rows, S, at: rows % 8 != 0, (8, 16)),
         (lambda T, rows, S, at: rows % 8 != 0 or S % 32 != 0, (8, 32)),
         (lambda T, rows, S, at: T > 1 and S > 768, None),
-        (lambda T, rows, S, at: T >= 768, None),
+        (lambda T, rows, S, at: T == 1 and S > 1024, None),
+        (lambda T, rows, S, at: T >= 64, None),
         (lambda T, rows, S, at: T == 6, None),
         (lambda T, rows, S, at: T > 1 and at == 0, None),
         (lambda T, rows, S, at: torch.get_num_threads() > 1, None),
@@ -200,7 +201,8 @@ def made_up(where):
         "rows/8",
         "both",
         "far",
-        "prompts",
+        "beside a longer row",
+        "long rounds",
         "six",
         "first",
         "threads",
@@ -209,17 +211,16 @@ def made_up(where):
 def test_tiles_of_made_up_attention(where, tile):
     """What a kernel adds up otherwise for some shape is either avoided by the tile or refused."""
     with threads(2):
-        assert (
-            invariant_multiples(made_up(where), 1, 1, 1, 4, torch.zeros(1, dtype=torch.bfloat16))
-            == tile
-        )
+        heads = Heads(1, 1, 1, 4, torch.bfloat16)
+        assert invariant_multiples(made_up(where), heads, torch.device("cpu"), 2) == tile
 
 
 def test_attention_elsewhere_is_not_vouched_for():
     def attend(*given):
         raise AssertionError("tried on another device")
 
-    assert invariant_multiples(attend, 1, 4, 2, 16, torch.empty(1, device="meta")) is None
+    heads = Heads(1, 2, 2, 16, torch.float32)
+    assert invariant_multiples(attend, heads, torch.device("meta"), 1) is None
 
 
 # ------------------------------------------------------------------------------ products in parts

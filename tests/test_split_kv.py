@@ -13,9 +13,8 @@ import torch
 from test_generate import rows_of
 
 from decoding.engine import Engine
-from decoding.split_kv import CHUNK, MIN_KEYS, has_efficient_kernel, split_attend
+from decoding.split_kv import CHUNK, MIN_KEYS, GraphKernel, has_efficient_kernel, split_attend
 from drafts.ngram import NgramDraft
-from exact.attention import KEY_BLOCK
 from model import Config, Transformer, attend
 
 S = MIN_KEYS + 2 * CHUNK
@@ -143,8 +142,10 @@ def test_a_model_attends_by_the_function_of_its_caches():
     pos = torch.tensor([[700], [S - 10]]) + torch.arange(8)  # (B, T)
     operator = Operator()
     logits = []
-    for run in (None, functools.partial(split_attend, operator=operator)):
-        caches = model.make_caches(2, S + 8)._replace(attend=run, key_block=KEY_BLOCK)
+    for run in (attend, functools.partial(split_attend, operator=operator)):
+        kernel = GraphKernel(S + 8, is_split=False)
+        kernel.run = run
+        caches = model.make_caches(2, S + 8)._replace(kernel=kernel)
         for cache in caches.layers:
             cache.k.normal_(generator=generator.manual_seed(1))
             cache.v.normal_(generator=generator.manual_seed(2))
@@ -152,7 +153,7 @@ def test_a_model_attends_by_the_function_of_its_caches():
         model(tokens[:, :7], pos[:, :7], caches.slice_to(S))
         logits.append(model(tokens[:, 7:], pos[:, 7:], caches.slice_to(S)))
     num_keys = {keys[0] * keys[2] for _, keys in operator.shapes}
-    assert num_keys == {S, 2 * KEY_BLOCK}  # all, and the blocks around a window
+    assert num_keys == {S, 2 * GraphKernel.key_block}  # all, and the blocks around a window
     assert torch.allclose(*logits, atol=1e-4)
 
 
@@ -171,5 +172,5 @@ def test_a_text_may_grow_long_on_a_gpu(drafter):
     assert has_efficient_kernel(model.config.head_dim, model.norm.weight)
     drafted = {"drafter": drafter(), "speculate_k": 3} if drafter else {}
     engine = Engine(model, 2, MIN_KEYS + 1, compile=True, compile_prompts=False, **drafted)
-    assert engine.runner.caches.attend is split_attend
+    assert engine.runner.caches.kernel.run is split_attend
     assert rows_of(model, engine=engine, **settings) == want

@@ -34,7 +34,7 @@ from loading.config import config_from_hf
 from loading.files import save_tensors, write_atomically
 from loading.models import allocate
 from loading.saving import save_model
-from model import AttentionMask, Caches, Config, Transformer, attend
+from model import AttentionKernel, AttentionMask, Caches, Config, Transformer, attend
 from scripts.distill.draft_start import embedding_of
 
 MAX_MARKOV_RANK = 256  # of DeepSpec's published drafts
@@ -65,7 +65,7 @@ def visible_by_mask(model: Transformer, pos: Tensor, dtype: torch.dtype) -> dict
     H, G = model.layers[0].attention.heads()
     visible = model.mask.expand(B, 1, -1, -1)  # (B, 1, T, S)
     mask = AttentionMask(visible, None)
-    bias = mask.as_bias(H // G, 1, dtype)  # (B, 1, R*T, S)
+    bias = AttentionKernel().prepare(mask, H // G, dtype)  # (B, 1, R*T, S)
     return dict.fromkeys(model.windows, bias)
 
 

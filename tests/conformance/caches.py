@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model import KVCache, row_view, visible_keys
+from model import AttentionKernel, KVCache, row_view, visible_keys
 from tests.conformance.targets import one_thread
 
 B, G, H, E = 3, 2, 4, 16
@@ -87,7 +87,8 @@ class Pair:
         q = 2 * self.normal(len(rows), H, T, E)
         length = max(start for start in starts if start < S) + T
         visible = visible_keys(pos, torch.arange(min(length, S)), self.window, 1)
-        got = cache.attend(q, visible.as_bias(H // G, 1, torch.float32), sinks)
+        visible = AttentionKernel().prepare(visible, H // G, torch.float32)
+        got = cache.attend(q, visible, sinks)
         for i, row in enumerate(rows):
             for t, position in enumerate(pos[i].tolist()):
                 if position < S:
