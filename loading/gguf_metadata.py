@@ -82,10 +82,12 @@ def config_of(model: GgufFile) -> dict:
     if not tensors:
         raise UserError("the file has a vocabulary and no tensors; give the model's file")
     prefix = f"{family.arch}."
-    values = Entries(f"key {prefix}", {})
-    for key, value in model.keys.items():
-        if key.startswith(prefix):
-            values[key.removeprefix(prefix)] = common_value(key, value)
+    own = {
+        key.removeprefix(prefix): common_value(key, value)
+        for key, value in model.keys.items()
+        if key.startswith(prefix)
+    }
+    values = Entries(f"key {prefix}", own)
     hidden_size = values.number("embedding_length")
     num_heads = values.number("attention.head_count")
     head_dim = values.number("attention.key_length", max(1, hidden_size // num_heads))
@@ -110,8 +112,8 @@ def config_of(model: GgufFile) -> dict:
         hf["layer_types"] = ["sliding_attention" if x else "full_attention" for x in pattern]
     elif pattern is not None:  # the layers of a period
         hf["sliding_window_pattern"] = pattern
-    for role, id in special_ids(model.keys, "bos", "eos").items():
-        hf[f"{role}_token_id"] = id
+    ids = special_ids(model.keys, "bos", "eos")
+    hf |= {f"{role}_token_id": id for role, id in ids.items()}
     hf |= presence_flags(tensors, family)
     hf |= family.hf_keys(values.get, hf)
     words = hf["model_type"].removesuffix("_text").split("_")
@@ -164,18 +166,14 @@ def supported_keys(
 
 def presence_flags(tensors: Mapping[str, Blocks], family: Family) -> dict[str, bool]:
     """config.json's flags of what a model has, which the first layer's tensors answer."""
-    tensor_by_flag = {
-        family.has_out_bias: "attn_output.bias",
-        family.has_ffn_bias: "ffn_gate.bias",
-        family.has_qkv_bias: "attn_q.bias",
-    }
-    if "use_qk_norm" in family.defaults:
-        tensor_by_flag["use_qk_norm"] = "attn_q_norm.weight"
-    return {
-        flag: f"blk.0.{tensor}" in tensors
-        for flag, tensor in tensor_by_flag.items()
-        if isinstance(flag, str)  # others are the same for all models of the family
-    }
+    answers = [
+        (family.has_out_bias, "attn_output.bias"),
+        (family.has_ffn_bias, "ffn_gate.bias"),
+        (family.has_qkv_bias, "attn_q.bias"),
+        ("use_qk_norm", "attn_q_norm.weight"),
+    ]
+    # A flag that is no key is the same for all models of the family.
+    return {key: f"blk.0.{name}" in tensors for key, name in answers if isinstance(key, str)}
 
 
 def rope_scaling(values: Mapping[str, object], tensors: Mapping[str, Blocks], hf: dict) -> dict:
