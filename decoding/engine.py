@@ -370,7 +370,6 @@ class Engine:
         pairs. It drafts k tokens."""
         state, target, _ = rows
         start = drafted = timestamp(self.device)
-        state.length = length + k
         draft = ()
         if k > 0:
             draft = self.propose(rows, Plan(k, length, requests))

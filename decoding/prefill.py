@@ -79,7 +79,6 @@ def prefill(engine, request: Request) -> int:
         record_prompt(request, engine.model, h)
         request.num_computed = end
         if is_last_chunk:
-            state.length = end
             state.prepare_step(running)
             decide(state, engine.model.head(h[:, -1:]))
     except (RuntimeError, ValueError) as error:

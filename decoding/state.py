@@ -68,7 +68,6 @@ class State(nn.Module):
         self.sampling_path = GREEDY
         self.broadcast = ranks.broadcast
         self.parked_pos = S
-        self.length = 0  # for drafters: no row has more positions filled after the round
         self.all_draft = True  # of `prepare_step`: may all k tokens of every row be drafted?
         self.constrained = []  # of `prepare_step`: (row, request) pairs with a grammar
 

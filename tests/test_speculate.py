@@ -48,7 +48,6 @@ class OneRow:
         state.done.fill_(False)
         state.draft_limit.fill_(plan.k)
         state.sampling_path = text.sampling_path
-        state.length = length + plan.k
         if request.num_computed < length - 1:
             target.prefill(state.tokens, request.num_computed, length - 1, engine.chunk)
             request.num_computed = length - 1
