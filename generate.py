@@ -304,7 +304,8 @@ class LLM:
         engine."""
         with self.lock:
             old = self.engine
-            if logits_processor is old.options.logits_processor:
+            owns_drafter = old.drafter is None or old.drafter.owner() is old
+            if logits_processor is old.options.logits_processor and owns_drafter:
                 return
             if self.running:
                 raise UserError(
@@ -314,10 +315,9 @@ class LLM:
             from decoding.engine import Engine
 
             options = replace(old.options, logits_processor=logits_processor)
-            self.engine = Engine(
-                old.model, old.batch_size, old.max_seq_length, options, old.drafter
-            )
-            calibrate_auto(self.engine)
+            engine = Engine(old.model, old.batch_size, old.max_seq_length, options, old.drafter)
+            calibrate_auto(engine)  # Ctrl-C may come before the engine is ready
+            self.engine = engine
 
     def __reduce__(self):
         raise TypeError(

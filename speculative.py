@@ -3,7 +3,7 @@ distribution.
 
     acceptance, residual, accept    rejection sampling: two formulas, and the decision of every
                                     round, token by token or for the whole block
-    Rule                            this decision as an object, for one of your own
+    Rule, Lossless                  this decision as an object, for one of your own
     speculate                       the whole idea, for one prompt: read it first
     decode_round                    the step of an engine's batch, of which plain decoding is the
                                     case K = 0
@@ -27,7 +27,6 @@ from decoding.errors import UserError
 from decoding.sampling import (
     ACCEPT,
     INVALID,
-    NO_DRAFT,
     PENALIZED,
     PLAIN_DRAW,
     Sampling,
@@ -144,32 +143,69 @@ def accept(
 
 
 class Rule:
-    """How a round keeps drafted tokens. This one preserves the target's distribution, by whole
-    blocks or token by token. A rule of one's own overrides both methods, and says whether it
-    `is_lossless`."""
+    """How a round keeps drafted tokens. A rule of one's own overrides `keep`, `next_law` and
+    `expected`, and says whether it `is_lossless`."""
+
+    is_lossless = False
+
+    def keep(
+        self,
+        draft_tokens: Tensor,
+        q: Tensor,
+        p: Tensor,
+        u: Tensor,
+    ) -> Tensor:
+        """Which tokens (B, K), drawn from q (B, K, V), may be kept where the target has p (B, K,
+        V): (B, K) bool. `u` (B, K) are uniform numbers."""
+        raise NotImplementedError
+
+    def next_law(self, p: Tensor, q: Tensor) -> Tensor:
+        """The distribution (B, V) of the token after those that are kept, where the target has p
+        (B, V), and the draft q (B, V), or zeros."""
+        return p
+
+    def expected(self, p: Tensor, q: Tensor) -> Tensor:
+        """The probability (B, K) that a token drawn from q (B, K, V) is kept, p as of `keep`."""
+        raise NotImplementedError
+
+    def decide(
+        self, draft_tokens: Tensor, q: Tensor, p: Tensor, noise: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """n_accepted and next_token, as of `accept`."""
+        B, K = draft_tokens.shape
+        to_accept, to_draw = noise
+        is_drafted = q.amax(dim=-1) != 0  # (B, K)
+        is_kept = self.keep(draft_tokens, q, p[:, :K], to_accept) & is_drafted
+        leading = is_kept.long().cumprod(dim=1)  # (B, K) 1 up to the first that is not
+        n = leading.sum(dim=1)  # (B,)
+        row = torch.arange(B, device=p.device)
+        q = F.pad(q, (0, 0, 0, 1))  # (B, K + 1, V)
+        p_next = p[row, n]  # (B, V)
+        q_next = q[row, n]
+        p_next = self.next_law(p_next, q_next)
+        token = draw(p_next, to_draw[row, n])  # (B,)
+        return n, token
+
+
+class Lossless(Rule):
+    """`accept`, for the whole block or token by token."""
 
     is_lossless = True
 
-    def __init__(self, block: bool = True):
+    def __init__(self, block: bool):
         self.block = block
 
-    def accept(
-        self,
-        draft_tokens: Tensor,
-        draft_probs: Tensor,
-        target_probs: Tensor,
-        noise: tuple[Tensor, Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """n_accepted and next_token, as of the function `accept`."""
-        return accept(draft_tokens, draft_probs, target_probs, noise=noise, block=self.block)
-
     def expected(self, p: Tensor, q: Tensor) -> Tensor:
-        """The probability (B, K) that a token drawn from q (B, K, V) is kept where the target has p
-        (B, K, V); sum(min(p, q)) is that of `acceptance` (L, corollary 3.6)."""
+        """sum(min(p, q)) (L, corollary 3.6)."""
         return torch.minimum(p, q).sum(dim=-1)
 
+    def decide(
+        self, draft_tokens: Tensor, q: Tensor, p: Tensor, noise: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        return accept(draft_tokens, q, p, noise=noise, block=self.block)
 
-RULES = {"block": Rule(), "token": Rule(block=False)}  # by their names in EngineOptions
+
+RULES = {"block": Lossless(True), "token": Lossless(False)}  # by their names in EngineOptions
 
 # -------------------------------------------------------------------------------------- speculate
 
@@ -184,8 +220,8 @@ class Plan(NamedTuple):
 
 
 class Text:
-    """A batch of one row, for `speculate` and its drafter. The names are those of
-    decoding.state.State, so that a drafter serves both."""
+    """A batch of one row, for `speculate` and its drafter. Tokens, positions and noise have the
+    names that they have in decoding.state.State, so a drafter that reads no more serves both."""
 
     def __init__(
         self,
@@ -328,7 +364,8 @@ def decide(
         decided = sampling.sample(processed, state.sampling_path, state.values, to_draw)  # (B, 1)
         decided = state.broadcast(decided)
         n = None
-        state.accepted.fill_(-1)
+        state.num_drafted.zero_()
+        state.accepted.zero_()
     else:
         p = sampling.distribution(processed, state.sampling_path, state.values)
         n, decided = verify(state, p, to_draw, draft_tokens, draft_probs)  # (B,), (B, K + 1)
@@ -352,22 +389,21 @@ def verify(
     drafted_pos = state.pos[:, None] + torch.arange(1, K + 1, device=p.device)  # (B, K)
     noise = (state.noise(drafted_pos, ACCEPT), to_draw)  # (B, K), (B, K + 1)
     rule = RULES.get(state.verification, state.verification)
-    if rule.is_lossless and state.sampling_path == sampling.GREEDY:
+    if rule is RULES["block"] and state.sampling_path == sampling.GREEDY:
         rule = RULES["token"]  # deciding about whole blocks gains nothing here
-    n, token = rule.accept(draft_tokens, draft_probs, p, noise)  # (B,), (B,)
+    n, token = rule.decide(draft_tokens, draft_probs, p, noise)  # (B,), (B,)
     overlap = rule.expected(p[:, :K], draft_probs)  # (B, K)
     is_drafted = draft_probs.amax(dim=-1) != 0  # (B, K)
-    overlap = torch.where(is_drafted, overlap, NO_DRAFT)
-    has_no_draft = state.done | ~is_drafted[:, 0]
-    n = torch.where(has_no_draft, -1, n)
-    # All ranks take rank 0's decision: (B, K + 2) float32, which holds ids below 2^24.
-    decision = torch.cat((n[:, None], token[:, None], overlap), dim=1)
+    num_drafted = (is_drafted & ~state.done[:, None]).sum(dim=1)  # (B,)
+    # All ranks take rank 0's decision: (B, K + 3) float32, which holds ids below 2^24.
+    decision = torch.cat((n[:, None], num_drafted[:, None], token[:, None], overlap), dim=1)
     decision = state.broadcast(decision)
-    n, token, overlap = decision.split((1, 1, K), dim=1)
+    n, num_drafted, token, overlap = decision.split((1, 1, 1, K), dim=1)
     state.drafted[:, :K] = draft_tokens
     state.overlap[:, :K] = overlap
-    state.accepted.copy_(n[:, 0].long())
-    n = n.long().clamp(min=0)  # (B, 1)
+    state.accepted.copy_(n[:, 0])
+    state.num_drafted.copy_(num_drafted[:, 0])
+    n = n.long()  # (B, 1)
     tokens = torch.cat((draft_tokens, token.long()), dim=1)  # (B, K + 1)
     decided = tokens.scatter(1, n, token.long())
     return n[:, 0], decided

@@ -195,7 +195,7 @@ class FixedDraft(Drafter):
         self.register_buffer("probs", F.one_hot(self.tokens, V).float(), persistent=False)
 
     def propose(self, batch, plan) -> Draft:
-        return Draft(self.tokens, self.probs).first(plan.k)
+        return Draft(self.tokens, self.probs).cut(plan.k)
 
 
 class Contender:

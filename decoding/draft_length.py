@@ -71,11 +71,9 @@ class DraftLength:
             self.num_steps_to_probe = self.patience
         return min(self.costs.verify_s)
 
-    def best(self, optimism: float = 0.0) -> tuple[int, float]:
-        """K with the largest expected speed-up by the acceptance so far, and that speed-up.
-        `optimism`: a number of accepted tokens to add to those that were observed."""
-        alpha = (self.overlap + optimism) / (self.weight + optimism)
-        return self.costs.best(alpha, self.draft_share)
+    def best(self) -> tuple[int, float]:
+        """K with the largest expected speed-up by the acceptance so far, and that speed-up."""
+        return self.costs.best(self.alpha, self.draft_share)
 
     def best_for(self, expected: Sequence[list[float]]) -> tuple[int, float]:
         """K with the largest gain by what is expected of each row, and that gain. A round has to

@@ -311,6 +311,7 @@ class Engine:
                 return events + self.read(max_waiting=0)
             begin_s = time.perf_counter()
             plans = self.planner.plan(requests, self.readback.steps)
+            draft_s = time.perf_counter() - begin_s
             if lacks_positions(self, plans):
                 events += self.read(max_waiting=0)
                 requests = self.scheduler.decoding()
@@ -318,7 +319,7 @@ class Engine:
                     return events
                 for request in requests:
                     prefill_draft(self, request.slot, request.num_positions - 1)
-            step = self.plan(requests, plans, begin_s)
+            step = self.plan(requests, plans)._replace(begin_s=begin_s, draft_s=draft_s)
             result = self.run(step.rows, step.length, step.k, step.requests)
             self.readback.send(result, step)
             return events + self.read()
@@ -345,11 +346,10 @@ class Engine:
             slot.num_draft = 0
             slot.store(slot.cached_ids(), num_written=self.runner.S)
 
-    def plan(self, requests: list[Request], plans: list[DraftPlan], begin_s: float) -> Step:
-        """The next step of these requests, which drafts as planned. The host began to plan drafts
-        at `begin_s`."""
+    def plan(self, requests: list[Request], plans: list[DraftPlan]) -> Step:
+        """The next step of these requests, which drafts as planned; some that were planned for may
+        have ended since."""
         begin, end = self.planner.row_range(requests)
-        draft_s = time.perf_counter() - begin_s
         limits = {}
         for plan in plans:
             for request in plan.requests:
@@ -361,7 +361,7 @@ class Engine:
         running = [(request.slot.index - begin, request) for request in requests]
         rows.state.prepare_step(running, limits)
         length = self.planner.max_length(requests, self.readback.steps)
-        return Step(running, rows, length, plans, self.planner.costs, begin_s, draft_s)
+        return Step(running, rows, length, plans, self.planner.costs)
 
     def run(
         self, rows: Rows, length: int, k: int = 0, requests: Sequence[tuple[int, Request]] = ()
@@ -396,8 +396,8 @@ class Engine:
         """The tensors of a step that the host reads."""
         state = rows.state
         logprobs = (state.top_logprobs, state.token_probs) if state.return_logprobs else ()
-        drafting = (state.accepted, state.overlap, state.drafted)
-        return StepResult(k, times, state.out, *drafting, *logprobs)
+        drafting = (state.num_drafted, state.accepted, state.overlap, state.drafted)
+        return StepResult(k, times, state.out, state.num_decided, *drafting, *logprobs)
 
     # ------------------------------------------------------------------------------------- results
 

@@ -4,26 +4,24 @@
     DraftPlan   what the requests of one memory draft in a step
     Memories    the memory of each request
 
-A round keeps the target's distribution if its drafted tokens, their number and the choice of a
-drafter are independent of the random numbers that it uses. These are hashes of the request's seed
-and of positions (decoding/sampling.py), so requests of one seed use the same numbers. One rule
-follows, for all that outlives a step:
+A round keeps the target's distribution if the random numbers that decide it are independent of what
+it drafts, how much, and by which drafter. These numbers are hashes of the request's seed and of
+positions (decoding/sampling.py), so two requests of one seed use the same ones: what one of them
+taught a drafter may already depend on the numbers that the other has yet to use. Hence one rule:
 
-* A sampled request whose seed no other has used shares one memory, and the pool of answers, with
-  all others of that kind and with greedy ones. Nobody has read the numbers that lie before it, so
-  whatever others have learned, drafted, answered or quoted in a prompt is independent of them.
-* Two sampled requests of one seed each learn alone, from nothing: what one of them learned, what
-  was decided next to it, and any answer to a prompt that quotes it may depend on numbers that the
-  other has yet to use. A request that runs when a second one of its seed comes leaves the shared
-  memory then. Its own text is always its to use, for the numbers of its past never return.
+* A sampled request whose seed is new shares one memory, and the pool of answers, with all others of
+  that kind and with greedy ones, which use no numbers.
+* Two sampled requests of one seed learn alone, each from its own text and from nothing else. One
+  that runs when a second one of its seed comes leaves the shared memory then.
 
-So a seed is used up for sharing, whoever has shown its answers to whom; prompts need no marks of
-where their words come from. All requests still teach the pool, which only those of the first kind
-read. Greedy text needs no numbers. Cached keys and values of a prefix, in slots and in files, are
-functions of ids that the prompt has itself: they save time and tell nothing. What this process
-cannot know are seeds that another one has used; a seed also counts as new again after MAX_SEEDS
-others. And on a GPU the host reads a few steps late, by a number of steps that depends on when
-other rows' prompts run.
+A program whose calls all have the default seed therefore drafts its second answer from that
+answer's own text. Prompts need no marks of where their words come from, for a quoted answer belongs
+to a seed that is used already. All requests teach the pool; only those of the first kind read it.
+Cached keys and values are functions of a prompt's own ids: they save time and tell nothing.
+
+Not covered: seeds that another process has used; a seed counts as new again after MAX_SEEDS others;
+and on a GPU the host reads a few steps late, by a number of steps that depends on when other rows'
+prompts run.
 """
 
 from collections.abc import Iterable, Sequence
@@ -67,7 +65,7 @@ class DraftPlan(NamedTuple):
     @property
     def fills_cache(self) -> bool:
         """Does the drafter's own cache follow this step?"""
-        return self.k > 0 and self.window > 0
+        return self.runs_drafter and self.window > 0
 
 
 class Memories:

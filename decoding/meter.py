@@ -97,7 +97,7 @@ class Meter:
         self, plan: DraftPlan, result: StepResult, decided: Sequence[Decided]
     ) -> None:
         draft_length = plan.memory.draft_length
-        drafted = [(row, len(ids)) for row, _, ids in decided if result.accepted[row] >= 0]
+        drafted = [(row, len(ids)) for row, _, ids in decided if result.num_drafted[row]]
         draft_length.drafted(len(drafted), len(decided))
         for row, num_tokens in drafted:
             overlaps = result.overlaps_of(row)

@@ -48,7 +48,7 @@ class EngineOptions:
             raise UserError("fixed_width_steps needs a speculate_k that is a number, not 'auto'")
         if k != "auto" and not (isinstance(k, int) and k >= 0):
             raise UserError(f"speculate_k = {k!r} must be a number of tokens from 0 on, or 'auto'")
-        is_rule = hasattr(self.verification, "accept")
+        is_rule = hasattr(self.verification, "decide")
         if not is_rule and self.verification not in VERIFICATIONS:
             names = " or ".join(VERIFICATIONS)
             raise UserError(f"verification = {self.verification!r} must be {names}")

@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
     @property
     def runs_drafter(self) -> bool:
-        return self.k == 0 or any(plan.runs_drafter for plan in self.plans)
+        return any(plan.runs_drafter for plan in self.plans)
 
 
 class Planner:
@@ -120,7 +120,13 @@ class Planner:
         """What the requests of one memory draft."""
         if self.drafter is None or not self.ks:
             return DraftPlan(memory, requests, self.max_k, self.costs)
-        unread = sum(plan.k + 1 for step in waiting for plan in step.plans if plan.memory is memory)
+        mine = set(requests)
+        unread = sum(
+            plan.k + 1
+            for step in waiting
+            for plan in step.plans
+            if not mine.isdisjoint(plan.requests)
+        )
         costs = self.costs
         if not memory.is_shared:
             length = requests[0].num_positions + unread

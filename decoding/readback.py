@@ -8,7 +8,6 @@
 The device idles only where the host must read a result before it can launch the next step.
 """
 
-import itertools
 import time
 from collections import deque
 from typing import NamedTuple
@@ -16,9 +15,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from decoding.sampling import NO_DRAFT
-from decoding.state import NO_TOKEN
 
 
 def host_lag(device: torch.device) -> int:
@@ -33,6 +29,8 @@ class StepResult(NamedTuple):
     k: int  # tokens drafted
     times: tuple
     tokens: list[list[int]] | Tensor
+    num_decided: list[int] | Tensor
+    num_drafted: list[int] | Tensor
     accepted: list[int] | Tensor
     overlap: list[list[float]] | Tensor
     drafted: list[list[int]] | Tensor
@@ -43,14 +41,12 @@ class StepResult(NamedTuple):
 
     def ids_of(self, row: int) -> list[int]:
         """The tokens that a row got."""
-        return list(itertools.takewhile(NO_TOKEN.__ne__, self.tokens[row]))
+        return self.tokens[row][: self.num_decided[row]]
 
     def overlaps_of(self, row: int) -> list[float]:
         """The overlap of each position that was drafted for a row, whose draft may be shorter than
         the round's."""
-        if self.accepted[row] < 0:
-            return []
-        return list(itertools.takewhile(NO_DRAFT.__ne__, self.overlap[row][: self.k]))
+        return self.overlap[row][: self.num_drafted[row]]
 
 
 def timestamp(device: torch.device):

@@ -26,7 +26,6 @@ from decoding.settings import SETTINGS, check_numbers
 PATHS = ("greedy", "plain", "filtered", "penalized")
 GREEDY, PLAIN, FILTERED, PENALIZED = PATHS
 INVALID = -1  # drawn instead of a token where the logits hold a NaN or +inf
-NO_DRAFT = -1.0  # stands for sum min(p, q) of a position without a drafted token
 MAX_BIASES = 300  # ids of a logit_bias
 
 # Purposes of a uniform number: one position may need several independent ones.

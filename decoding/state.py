@@ -30,7 +30,6 @@ from decoding.sampling import (
 )
 from tp import ALONE, Ranks
 
-NO_TOKEN = -2  # fills `out` after a step's tokens, and in slots that do not decode
 MAX_STOP_IDS = 64
 
 
@@ -92,11 +91,13 @@ class State(nn.Module):
         num_words = math.ceil(vocab_size / 32)
         # One bit for each token, set where a grammar allows it.
         fixed("masks", B, K + 1, num_words, value=-1, dtype=torch.int32)
-        # What the last step decided, for the host. out: its tokens, then NO_TOKEN. accepted: the
-        # number of drafted tokens kept, or -1 if the row had no draft. overlap: the sum of
-        # min(p, q) at each drafted position, then -1. drafted: the tokens there.
-        fixed("out", B, K + 1, value=NO_TOKEN)
-        fixed("accepted", B, value=-1)
+        # What the last step decided, for the host: num_decided tokens of `out`. It drafted
+        # num_drafted tokens of `drafted`, at each of which `overlap` is the sum of min(p, q), and
+        # kept the first `accepted` of them.
+        fixed("out", B, K + 1)
+        fixed("num_decided", B)
+        fixed("num_drafted", B)
+        fixed("accepted", B)
         fixed("overlap", B, K, value=0.0)
         fixed("drafted", B, K)
         if self.return_logprobs:
@@ -250,13 +251,11 @@ class State(nn.Module):
         is_decided = ~(self.done[:, None] | ended_before)
         if n_accepted is not None:
             is_decided = is_decided & (index <= n_accepted[:, None])
-        decided = torch.where(is_decided, tokens, NO_TOKEN)
-        num_padding = self.out.size(1) - T
-        decided = F.pad(decided, (0, num_padding), value=NO_TOKEN)  # (B, K + 1)
-        self.out.copy_(decided)
+        self.out[:, :T] = tokens
+        self.num_decided.copy_(is_decided.sum(dim=1))
         # Rejected tokens land beyond `pos`, where nothing reads them. INVALID is for the host
         # alone: a step that runs before the host has read it must not embed INVALID.
         self.tokens.scatter_(1, position, tokens.clamp(min=0))
-        self.pos.add_(is_decided.sum(dim=1))
+        self.pos.add_(self.num_decided)
         has_ended = (is_decided & is_last).any(dim=1)  # (B,)
         self.done.logical_or_(has_ended)

@@ -140,7 +140,9 @@ def costs_of_rows(
         tokens = torch.randint(V, state.tokens.shape, generator=generator)
         drafted = torch.randint(V, (num_rows, k), generator=generator)  # (B, k)
         state.tokens.copy_(tokens)
-        drafter = OtherTokens(rows.drafter, drafted.to(engine.device))
+        drafter = rows.drafter
+        if drafter is not None:
+            drafter = OtherTokens(drafter, drafted.to(engine.device))
         synchronize(engine.device)
         step = engine.run(rows._replace(drafter=drafter), length, k)
         synchronize(engine.device)

@@ -29,7 +29,7 @@ class Draft(NamedTuple):
     tokens: Tensor
     q: Tensor
 
-    def first(self, k: int) -> "Draft":
+    def cut(self, k: int) -> "Draft":
         """Its first k tokens."""
         return Draft(self.tokens[:, :k], self.q[:, :k])
 
@@ -93,6 +93,10 @@ class Drafter(nn.Module):
 
     def prefill(self, batch: nn.Module, begin: int, end: int) -> None:
         """Compute positions [begin, end) of the text of a batch of one row in its own cache."""
+
+    def passes(self, k: int) -> int:
+        """How many passes its model makes to draft k tokens, for reports."""
+        return k
 
     def expect(self, requests: Sequence, unread: int) -> list[list[float] | None]:
         """Called before each step, on the host, for the scheduler.Requests of each memory. For each
@@ -162,7 +166,7 @@ class ModelDraft(Drafter):
 
     def proposal(self, batch: nn.Module, k: int) -> Draft:
         """The first k tokens that were drawn, in rows where all lie within `max_positions`."""
-        draft = Draft(self.tokens, self.probs).first(k)
+        draft = Draft(self.tokens, self.probs).cut(k)
         if self.max_positions >= self.runner.caches.max_seq_length:
             return draft
         is_within = batch.pos + k < self.max_positions  # (B,)
@@ -172,10 +176,6 @@ class ModelDraft(Drafter):
         end = min(end, self.max_positions)
         if begin < end:
             self.runner.prefill(batch.tokens, begin, end)
-
-    def passes(self, k: int) -> int:
-        """How many passes its model makes to draft k tokens."""
-        return k
 
     def draw_next(
         self,

@@ -73,7 +73,6 @@ class HybridDraft(Drafter):
         first = self.first.expect(requests, unread)
         second = self.second.expect(requests, unread)
         choice.takes_first = self.prefers_first(first, second, choice, memory.draft_length)
-        self.window = 0 if choice.takes_first else self.second.window
         return first if choice.takes_first else second
 
     def prefers_first(
@@ -88,12 +87,13 @@ class HybridDraft(Drafter):
             promised = sum(sum(row[: choice.k]) for row in first)
             expected = expected_tokens(draft_length.alpha, draft_length.fixed) - 1
             return promised >= num_rows * expected
-        choice.k, gain = draft_length.best_for(first)
-        second_gain = draft_length.best()[1] / MIN_GAIN
-        # Where neither pays, DraftLength tries the second again after a while.
-        pays_none = choice.k == 0 and second_gain < 1
-        is_slower = max(gain, choice.tokens / choice.cost) < second_gain
-        return num_rows == 0 or not (is_slower or pays_none)
+        choice.k, first_rate = draft_length.best_for(first)
+        second_rate = draft_length.best()[1] / MIN_GAIN
+        if num_rows == 0:
+            return True
+        if choice.k == 0 and second_rate < 1:
+            return False  # neither pays, and DraftLength tries the second again after a while
+        return max(first_rate, choice.tokens / choice.cost) >= second_rate
 
     def propose(self, batch: nn.Module, plan) -> Draft:
         rows = [row for row, request in plan.requests if request.memory.of(Choice).takes_first]

@@ -133,7 +133,7 @@ def draft_loader(
 def pack_with(model: Transformer, *drafters: Drafter | None) -> None:
     """Pack a target and its drafts for their kernels."""
     models = [getattr(drafter, "model", None) for drafter in drafters]
-    pack_model(model, *[draft_model for draft_model in models if draft_model is not None])
+    pack_model(model, *[model for model in models if isinstance(model, Transformer)])
 
 
 def is_folder(folder_or_spec: str | Path | Checkpoint) -> bool:

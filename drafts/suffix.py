@@ -220,7 +220,7 @@ class SuffixDraft(Drafter):
         rows = self.host_rows.pin_memory() if self.draft_rows.is_cuda else self.host_rows
         self.draft_rows.copy_(rows, non_blocking=True)
         self.maybe_compile(self.align, batch, plan.k)(batch, plan.k)
-        return Draft(self.tokens, self.probs).first(plan.k)
+        return Draft(self.tokens, self.probs).cut(plan.k)
 
     def align(self, state: nn.Module, k: int) -> None:
         """Propose the next k tokens of each row's draft, if it agrees with the tokens decided since

@@ -3,6 +3,7 @@ rows."""
 
 import torch
 
+from decoding.draft_length import DraftLength
 from decoding.memory import DraftPlan
 from decoding.prefill import next_prompt, prefill
 from decoding.runner import slot_tensors
@@ -18,7 +19,8 @@ def plan_k(engine, choose) -> None:
     """From now on the next step drafts choose(requests) tokens for the requests of a memory."""
 
     def plan_memory(memory, requests, waiting):
-        expected = [[]] * len(requests)
+        memory.draft_length = memory.draft_length or DraftLength(1)
+        expected = [None] * len(requests)
         window = engine.drafter.window
         return DraftPlan(memory, requests, choose(requests), None, expected, window)
 

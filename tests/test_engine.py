@@ -29,7 +29,7 @@ from decoding.sampling import (
     uniform,
 )
 from decoding.scheduler import Request
-from decoding.state import NO_TOKEN, State
+from decoding.state import State
 from drafts.base import ModelDraft
 from drafts.ngram import NgramDraft
 from drafts.suffix import SuffixDraft
@@ -179,6 +179,11 @@ def test_a_late_host_reads_the_same(folder_of, monkeypatch, lag):
         assert [len(row) for row in rows_of(model, PROMPTS, max_new_tokens=budget)] == [budget] * 4
 
 
+def decided(state: State) -> list[list[int]]:
+    """The tokens that the last step gave to each row."""
+    return [row[:n] for row, n in zip(state.out.tolist(), state.num_decided.tolist())]
+
+
 def test_finished_rows_freeze():
     """decide() on a done row: position, tokens and flags stay, whatever the logits say."""
     state = State(3, 8, torch.device("cpu"))
@@ -186,20 +191,16 @@ def test_finished_rows_freeze():
     logits = torch.zeros(3, 10)
     logits[0, 9] = logits[1, 4] = logits[2, 7] = 1.0
     decide(state, logits[:, None])
-    assert state.out.flatten().tolist() == [9, 4, 7] and state.done.tolist() == [True, False, False]
+    assert decided(state) == [[9], [4], [7]] and state.done.tolist() == [True, False, False]
     decide(state, logits[:, None])
-    assert state.out.flatten().tolist() == [NO_TOKEN, 4, 7] and state.done.tolist() == [
-        True,
-        True,
-        True,
-    ]
+    assert decided(state) == [[], [4], [7]] and state.done.all()
     before = {
         name: tensor.clone()
         for name, tensor in state.named_buffers()
-        if name not in ("out", "tokens")
+        if name not in ("out", "tokens", "num_decided")
     }
     decide(state, (logits + torch.randn(3, 10))[:, None])
-    assert state.out.flatten().tolist() == [NO_TOKEN] * 3
+    assert decided(state) == [[], [], []]
     assert all(torch.equal(getattr(state, name), tensor) for name, tensor in before.items())
     assert state.pos.tolist() == [2, 4, 2]  # beyond it is scratch space
     assert [state.tokens[row, : pos + 1].tolist() for row, pos in enumerate(state.pos)] == [
@@ -216,10 +217,10 @@ def test_what_ranks_agree_on_is_what_counts():
     start(state, [[1, 2], [3]], 5)
     state.broadcast = lambda x: torch.full_like(x, 7)
     decide(state, torch.zeros(2, 1, 10))
-    assert state.out.tolist() == [[7, NO_TOKEN, NO_TOKEN]] * 2
+    assert decided(state) == [[7], [7]]
     agreed = {
         torch.int64: torch.tensor([[4, 5], [5, 4]]),
-        torch.float32: torch.tensor([[1, 9, 0.5, 0], [0, 8, 0, 0]]),
+        torch.float32: torch.tensor([[1, 2, 9, 0.5, 0], [0, 0, 8, 0, 0]]),
     }
     state.broadcast, seen = lambda x: agreed[x.dtype], []
 
@@ -231,11 +232,8 @@ def test_what_ranks_agree_on_is_what_counts():
 
     decode_round(model, None, state, torch.ones(2, 2, dtype=torch.int64), torch.zeros(2, 2, 10))
     assert seen[0].tolist() == [[7, 4, 5], [7, 5, 4]]
-    assert state.out.tolist() == [
-        [4, 9, NO_TOKEN],
-        [8, NO_TOKEN, NO_TOKEN],
-    ] and state.accepted.tolist() == [1, 0]
-    assert state.overlap.tolist() == [[0.5, 0], [0, 0]]
+    assert decided(state) == [[4, 9], [8]] and state.accepted.tolist() == [1, 0]
+    assert state.overlap.tolist() == [[0.5, 0], [0, 0]] and state.num_drafted.tolist() == [2, 0]
 
 
 def test_an_unused_row_stays_silent(folder_of):

@@ -56,7 +56,7 @@ class Spy:
             drawing = {r for each in step.plans if each.runs_drafter for r in each.requests}
             rows = [row for row, request in step.requests if request in drawing]
             self.steps.append((step.k, rows, len(requests)))
-            assert step.runs_drafter == (step.k == 0 or bool(rows))
+            assert step.runs_drafter == bool(rows)
             return step
 
         engine.plan = planned
@@ -114,7 +114,7 @@ class Choosing:
         """K, and whose draft is taken."""
         plan = self.planner.plan_memory(self.memory, self.requests, [])
         takes_first = self.memory.of(Choice).takes_first
-        assert plan.window == (0 if takes_first else 2)
+        assert plan.fills_cache == (plan.k > 0 and not takes_first)
         return plan.k, "first" if takes_first else "second"
 
 
@@ -361,7 +361,7 @@ def test_a_round_of_suffix_drafts_runs_no_model(models, monkeypatch):
     without = {i + 1 for i, (k, rows, _) in enumerate(spy.steps) if k and not rows}
     assert len(without) > 5 and not ran & without
     assert [step.runs_drafter for step in timing.records] == [
-        not k or bool(rows) for k, rows, _ in spy.steps
+        bool(rows) for _, rows, _ in spy.steps
     ]
 
 

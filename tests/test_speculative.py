@@ -1133,11 +1133,8 @@ def test_the_engines_option_decides_how_sampled_tokens_are_verified(
 class KeepsAll(Rule):
     """Not lossless: keeps whatever was drafted."""
 
-    is_lossless = False
-
-    def accept(self, draft_tokens, draft_probs, target_probs, noise):
-        n = torch.full((len(draft_tokens),), draft_tokens.size(1))
-        return n, target_probs[:, -1].argmax(dim=-1)
+    def keep(self, draft_tokens, q, p, u):
+        return torch.ones_like(draft_tokens, dtype=torch.bool)
 
     def expected(self, p, q):
         return q.sum(dim=-1)

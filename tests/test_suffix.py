@@ -234,7 +234,7 @@ def test_the_host_waits_for_nothing(model):
     for _ in range(12):
         requests = engine.scheduler.decoding()
         with torch.inference_mode(), NoSync():
-            step = engine.plan(requests, engine.planner.plan(requests, []), begin_s=0.0)
+            step = engine.plan(requests, engine.planner.plan(requests, []))
             result = engine.run(step.rows, step.length, step.k)
         engine.readback.send(result, step)
         engine.read(0)
