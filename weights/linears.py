@@ -47,6 +47,9 @@ FASTER_INT8 = (
 class RowsLinear(nn.Module):
     """A Linear by its `product` of rows x (M, in) -> (M, out), without bias."""
 
+    # The numbers of rows in which `kernel` runs, for subclasses that have one.
+    row_split = RowSplit()
+
     def __init__(self, linear: "nn.Linear | QuantizedLinear"):
         super().__init__()
         self.in_features = linear.in_features
@@ -67,6 +70,24 @@ class RowsLinear(nn.Module):
         half = self.out_features // 2
         products = self.fused_products(rows, [slice(half), slice(half, None)])
         return tuple(product.view(*x.shape[:-1], half) for product in products)
+
+    @property
+    def batch_invariant_rows(self) -> int:
+        """The largest number of rows for which a row's result depends on the row alone."""
+        row_split = self.row_split if self.packed is None else self.packed.row_split
+        return row_split.batch_invariant_rows
+
+    def product(self, x: Tensor) -> Tensor:
+        """x (M, in) -> (M, out), without bias."""
+        if self.packed is not None:
+            return self.packed(x)
+        if self.is_fused(x):
+            return self.fused_products(x, [slice(None)])[0]
+        return F.linear(x, self.dequantized(x.dtype))
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weights (out, in)."""
+        raise NotImplementedError
 
     def fused_products(self, x: Tensor, outputs: list[slice]) -> list[Tensor]:
         """x (M, in) -> the products with some rows of the weights each, for a few rows x, in
@@ -123,8 +144,6 @@ class QuantizedLinear(RowsLinear):
     has_embedding = False  # does an embedding read rows of the stored parts?
     is_packed = False
     expanded_bytes = 0  # bytes that a product reads beyond the size of the stored parts
-    # The numbers of rows in which `kernel` runs, for subclasses that have one.
-    row_split = RowSplit()
 
     def __init__(self, linear: "nn.Linear | QuantizedLinear", scheme: str):
         """With the shape, device and dtype of `linear`, without initial values."""
@@ -187,7 +206,6 @@ class QuantizedLinear(RowsLinear):
             getattr(self, name)[rows] = part
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weights (out, in)."""
         return self.decoded(self.parts(), dtype)
 
     def decoded(self, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -221,12 +239,6 @@ class QuantizedLinear(RowsLinear):
         else:
             note_once(self.scheme, f"{NO_KERNEL}; weights are unpacked for every product: slow")
 
-    @property
-    def batch_invariant_rows(self) -> int:
-        """The largest number of rows for which a row's result depends on the row alone."""
-        row_split = self.row_split if self.packed is None else self.packed.row_split
-        return row_split.batch_invariant_rows
-
     def free(self, *names: str) -> None:
         """Free parts that the kernel holds in its own form, unless an embedding reads them. The
         parameters stay on the meta device with name, shape and dtype."""
@@ -247,14 +259,6 @@ class QuantizedLinear(RowsLinear):
         if is_small_batch(x.size(0), max_rows) or not torch.compiler.is_compiling():
             return self.row_split.run(self.kernel, x)
         return torch.ops.quickdraft.packed_product(x, self.handle, self.kernel_outputs, x.dtype)
-
-    def product(self, x: Tensor) -> Tensor:
-        """x (M, in) -> (M, out), without bias."""
-        if self.packed is not None:
-            return self.packed(x)
-        if self.is_fused(x):
-            return self.fused_products(x, [slice(None)])[0]
-        return F.linear(x, self.dequantized(x.dtype))
 
     def fused_products(self, x: Tensor, outputs: list[slice]) -> list[Tensor]:
         return [self.fused_part(x, rows) for rows in outputs]
@@ -508,10 +512,8 @@ class FusedLinear(RowsLinear):
         self.weight = linear.weight
         self.bias = linear.bias
 
-    def product(self, x: Tensor) -> Tensor:
-        if self.is_fused(x):
-            return self.fused_products(x, [slice(None)])[0]
-        return F.linear(x, self.weight)
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        return self.weight
 
     def fused_products(self, x: Tensor, outputs: list[slice]) -> list[Tensor]:
         from weights import gpu
@@ -533,9 +535,5 @@ class PackedLinear(RowsLinear):
         super().__init__(linear)
         weight = linear.weight.detach()
         self.packed = cpu.prepack_weight(weight)
-        self.batch_invariant_rows = self.packed.batch_invariant_rows
         self.weight = nn.Parameter(weight.to("meta"), False)
         self.bias = linear.bias
-
-    def product(self, x: Tensor) -> Tensor:
-        return self.packed(x)
