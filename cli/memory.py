@@ -71,10 +71,8 @@ def session_bytes(
         else:
             weights = sum(file.stat().st_size for file in checkpoint.files)
     for model in models:
-        parts = 0
+        weights += sum(parameter.nbytes for parameter in model.parameters())
         for linear in quantized_linears(model):
-            parts += sum(part.nbytes for part in linear.parts().values())
-            weights += linear.held_bytes(device.type)
-        weights += sum(parameter.nbytes for parameter in model.parameters()) - parts
+            weights += linear.held_bytes(device.type) - linear.stored_bytes
     per_position = cached_bytes(models, cache_class(options.engine.cache_type))
     return weights, per_position, models[0].config.max_seq_length

@@ -191,13 +191,16 @@ class QuantizedLinear(RowsLinear):
         """The stored parts by name."""
         return {name: getattr(self, name) for name in self.part_names}
 
+    @property
+    def stored_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts().values())
+
     def held_bytes(self, device_type: str) -> int:
         """Bytes of weights that a packed Linear holds on a device."""
-        stored = sum(part.nbytes for part in self.parts().values())
         if device_type != "cpu" or self.reads_codes_on_cpu:
-            return stored
+            return self.stored_bytes
         expanded = self.out_features * self.in_features * self.dtype.itemsize
-        return expanded + stored if self.has_embedding else expanded
+        return expanded + self.stored_bytes if self.has_embedding else expanded
 
     @torch.no_grad()
     def copy_parts(self, rows: slice, parts: dict[str, Tensor]) -> None:
@@ -232,7 +235,7 @@ class QuantizedLinear(RowsLinear):
         elif device == "cpu":
             weight = self.dequantized(self.dtype)
             self.packed = cpu.prepack_weight(weight)
-            self.expanded_bytes = weight.nbytes - sum(part.nbytes for part in self.parts().values())
+            self.expanded_bytes = weight.nbytes - self.stored_bytes
             self.free(*self.parts())
             dtype = str(self.dtype).removeprefix("torch.")
             note_once(self.scheme, f"{NO_KERNEL}; weights are held in {dtype} instead")

@@ -160,8 +160,7 @@ class VnniLinear(Int4Linear):
         parts = self.parts()
         blocks = pack_blocks(parts, self.format.group)
         self.register_buffer("blocks", blocks, persistent=False)
-        stored_bytes = sum(part.nbytes for part in parts.values())
-        self.expanded_bytes = blocks.nbytes - stored_bytes  # of padding
+        self.expanded_bytes = blocks.nbytes - self.stored_bytes  # of padding
         self.free(*parts)
 
     @property
