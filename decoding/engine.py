@@ -22,7 +22,7 @@ import torch
 import decoding.validation as validation
 from decoding.costs import Costs, costs_at
 from decoding.errors import UserError
-from decoding.memory import DraftPlan
+from decoding.memory import MemoryPlan
 from decoding.meter import Decided, Meter
 from decoding.options import EngineOptions
 from decoding.planner import Planner, Step, draft_lengths
@@ -319,7 +319,7 @@ class Engine:
                     return events
                 for request in requests:
                     prefill_draft(self, request.slot, request.num_positions - 1)
-            step = self.plan(requests, plans)._replace(begin_s=begin_s, draft_s=draft_s)
+            step = self.make_step(requests, plans)._replace(begin_s=begin_s, draft_s=draft_s)
             result = self.run(step.rows, step.length, step.k, step.requests)
             self.readback.send(result, step)
             return events + self.read()
@@ -346,7 +346,7 @@ class Engine:
             slot.num_draft = 0
             slot.store(slot.cached_ids(), num_written=self.runner.S)
 
-    def plan(self, requests: list[Request], plans: list[DraftPlan]) -> Step:
+    def make_step(self, requests: list[Request], plans: list[MemoryPlan]) -> Step:
         """The next step of these requests, which drafts as planned; some that were planned for may
         have ended since."""
         begin, end = self.planner.row_range(requests)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from decoding.memory import DraftPlan
+from decoding.memory import MemoryPlan
 from decoding.readback import StepResult, seconds_between, step_times
 from decoding.scheduler import Request
 from decoding.statistics import StepRecord
@@ -94,7 +94,7 @@ class Meter:
                 self.observe_round(plan, result, drawn)
 
     def observe_round(
-        self, plan: DraftPlan, result: StepResult, decided: Sequence[Decided]
+        self, plan: MemoryPlan, result: StepResult, decided: Sequence[Decided]
     ) -> None:
         draft_length = plan.memory.draft_length
         drafted = [(row, len(ids)) for row, _, ids in decided if result.num_drafted[row]]

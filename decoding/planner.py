@@ -13,7 +13,7 @@ from typing import NamedTuple
 from decoding.costs import Costs, costs_at
 from decoding.draft_length import DraftLength
 from decoding.errors import UserError
-from decoding.memory import DraftPlan, Memories, Memory
+from decoding.memory import Memories, Memory, MemoryPlan
 from decoding.options import EngineOptions
 from decoding.runner import ModelRunner, Rows
 from decoding.scheduler import Request
@@ -26,7 +26,7 @@ class Step(NamedTuple):
     requests: list[tuple[int, Request]]  # (row, request) of those that it advances
     rows: Rows  # the slots that run
     length: int  # a bound on the decided positions of a row before the step
-    plans: Sequence[DraftPlan] = ()  # one for each memory of its requests
+    plans: Sequence[MemoryPlan] = ()  # one for each memory of its requests
     costs: Costs | None = None  # of all its rows
     begin_s: float = 0.0  # time.perf_counter as the host began to plan it
     draft_s: float = 0.0  # seconds that the host then drafted
@@ -104,7 +104,7 @@ class Planner:
         length = max(request.num_positions for request in requests) + unread
         return min(length, self.runner.caches.max_seq_length)
 
-    def plan(self, requests: Sequence[Request], waiting: Sequence[Step]) -> list[DraftPlan]:
+    def plan(self, requests: Sequence[Request], waiting: Sequence[Step]) -> list[MemoryPlan]:
         """What the requests of each memory draft in the next step, as if those of others were not
         there. Which other rows run, and how far they are, may depend on numbers that a request
         shares with them: one that learns alone counts the costs of a full batch at its own
@@ -116,10 +116,10 @@ class Planner:
             by_memory.setdefault(request.memory, []).append(request)
         return [self.plan_memory(*group, waiting) for group in by_memory.items()]
 
-    def plan_memory(self, memory: Memory, requests: list, waiting: Sequence) -> DraftPlan:
+    def plan_memory(self, memory: Memory, requests: list, waiting: Sequence) -> MemoryPlan:
         """What the requests of one memory draft."""
         if self.drafter is None or not self.ks:
-            return DraftPlan(memory, requests, self.max_k, self.costs)
+            return MemoryPlan(memory, requests, self.max_k, self.costs)
         mine = set(requests)
         unread = sum(
             plan.k + 1
@@ -139,7 +139,7 @@ class Planner:
         k = memory.draft_length.choose(expected) if has_draft else 0
         if self.has_fixed_width:
             k = self.max_k
-        return DraftPlan(memory, requests, k, costs, expected, self.drafter.window)
+        return MemoryPlan(memory, requests, k, costs, expected, self.drafter.window)
 
 
 def draft_lengths(options: EngineOptions, drafter: Drafter | None) -> tuple[int, ...]:

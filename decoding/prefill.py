@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from decoding.logits import top_logprobs
-from decoding.memory import DraftPlan
+from decoding.memory import MemoryPlan
 from decoding.planner import Step
 from decoding.readback import timestamp
 from decoding.runner import PREFILL_CHUNK, clear_positions, copy_positions
@@ -90,7 +90,7 @@ def prefill(engine, request: Request) -> int:
     request.prefill_times.append((begin, timestamp(engine.device)))
     if is_last_chunk:
         request.num_launched = len(request.tokens) + 1
-        step = Step(running, rows, end, [DraftPlan(request.memory, (request,))])
+        step = Step(running, rows, end, [MemoryPlan(request.memory, (request,))])
         engine.readback.send(engine.result(rows, k=0), step)
     return cost
 
@@ -105,7 +105,7 @@ def prefill_draft(engine, slot: Slot, end: int) -> None:
         slot.num_draft = end
 
 
-def lacks_positions(engine, plans: Sequence[DraftPlan]) -> bool:
+def lacks_positions(engine, plans: Sequence[MemoryPlan]) -> bool:
     """Does the drafter's own cache lack positions that the planned step reads?"""
     return any(
         request.is_draft_behind and request.fits(engine.drafter.max_positions)
@@ -115,7 +115,7 @@ def lacks_positions(engine, plans: Sequence[DraftPlan]) -> bool:
     )
 
 
-def count_draft_positions(plan: DraftPlan, decided: Sequence) -> None:
+def count_draft_positions(plan: MemoryPlan, decided: Sequence) -> None:
     """Note what the drafter's own cache holds after a round that `decided` tokens (meter.Decided):
     all positions before the newest that the round began with, and all but those that the first pass
     of the next round computes."""

@@ -46,7 +46,7 @@ class DFlash(NamedTuple):
     block_size: int  # tokens of a block, the last decided one included
     mask: int  # the id of the mask token
     target_layer_ids: tuple[int, ...]  # the target's layers whose outputs go into `fc`
-    is_deepspec: bool = False  # the last decided token draws too
+    has_anchor: bool = False  # the last decided token draws too
     markov_rank: int = 0  # of the Markov head; 0: there is none
     vocab_size: int = 0  # of the draft's head; 0: the target's
 
@@ -63,7 +63,7 @@ class DFlashModel(HiddenStateModel):
         V = config.vocab_size
         super().__init__(config, dflash.vocab_size or V)
         self.dflash = dflash
-        if not (has_embed or dflash.is_deepspec):
+        if not (has_embed or dflash.has_anchor):
             self.embed = self.lm_head = None
         R = dflash.markov_rank
         # Tokens (B, T) -> what they add to the logits (B, T, V) of the next ones.
@@ -149,8 +149,8 @@ class DFlashDraft(HiddenStateDraft, ParallelDraft):
     def __init__(self, model: DFlashModel):
         super().__init__(model)
         self.num_scratch = model.dflash.block_size
-        self.first = int(not model.dflash.is_deepspec)  # position that draws the first token
-        self.max_k = self.num_scratch - self.first
+        self.begin = int(not model.dflash.has_anchor)  # position that draws the first token
+        self.max_k = self.num_scratch - self.begin
 
     def draw_all(
         self,
@@ -169,7 +169,7 @@ class DFlashDraft(HiddenStateDraft, ParallelDraft):
         # them.
         begin = torch.where(pos < state.parked_pos, pos, self.runner.S)
         h = self.model.block_hidden(tokens, begin + steps, caches)  # (B, W, D)
-        h = h[:, self.first : self.first + K]  # (B, K, D)
+        h = h[:, self.begin : self.begin + K]  # (B, K, D)
         if not self.model.markov_head:
             self.draw(state, h, pos + 1 + steps[:K])
             return

@@ -2,7 +2,7 @@
 
 from decoding.scheduler import Request
 from drafts.base import Drafter
-from drafts.suffix import DraftToken, SuffixDraft, Text
+from drafts.suffix import DraftToken, IndexedText, SuffixDraft
 
 
 class NgramDraft(SuffixDraft):
@@ -17,7 +17,7 @@ class NgramDraft(SuffixDraft):
         self.n = n
         self.grams = (n,)
 
-    def best_continuation(self, text: Text, request: Request) -> list[DraftToken]:
+    def best_continuation(self, text: IndexedText, request: Request) -> list[DraftToken]:
         ends = text.ends.get(tuple(text.ids[-self.n :]), [])
         if len(ends) < 2:  # the last one is the text's own
             return []

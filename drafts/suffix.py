@@ -1,7 +1,7 @@
 """Suffix decoding (arXiv:2411.04975): a draft without a model, from the texts of this and earlier
 requests.
 
-    Text            tokens with an index, which finds the tokens that followed the longest suffix of
+    IndexedText     tokens with an index, which finds the tokens that followed the longest suffix of
                     a context
     SuffixDraft     drafts from the request's text and from earlier answers, and their expected
                     acceptance
@@ -46,7 +46,7 @@ class DraftToken(NamedTuple):
         return self.match_length.bit_length()
 
 
-class Text:
+class IndexedText:
     """Tokens, and the positions where each of their n-grams of these lengths ends."""
 
     def __init__(self, grams: Sequence[int] = GRAMS):
@@ -146,9 +146,9 @@ class SuffixDraft(Drafter):
         self.depth = depth
         self.pool_tokens = pool_tokens
         self.grams = GRAMS
-        self.texts: dict[Request, Text] = {}
+        self.texts: dict[Request, IndexedText] = {}
         # The latest answers, and those before them; each holds up to half of pool_tokens.
-        self.pool = [Text(), Text()]
+        self.pool = [IndexedText(), IndexedText()]
 
     def setup(self, *args) -> None:
         super().setup(*args)
@@ -178,7 +178,7 @@ class SuffixDraft(Drafter):
             expected.append(request.memory.of(Acceptance).of(text.draft_tokens)[unread:])
         return expected
 
-    def best_continuation(self, text: Text, request: Request) -> list[DraftToken]:
+    def best_continuation(self, text: IndexedText, request: Request) -> list[DraftToken]:
         """The continuation, from the text itself or the pool, with the most tokens expected."""
         memory = request.memory
         sources = (text, *self.pool) if memory.is_shared else (text,)
@@ -187,11 +187,11 @@ class SuffixDraft(Drafter):
         ]
         return max(continuations, key=lambda tokens: sum(memory.of(Acceptance).of(tokens)))
 
-    def read(self, request: Request) -> Text:
+    def read(self, request: Request) -> IndexedText:
         """The request's text with its newest tokens. These also update the acceptance of its
         draft."""
         if request not in self.texts:
-            self.texts[request] = Text(self.grams)
+            self.texts[request] = IndexedText(self.grams)
             self.texts[request].extend(request.prompt)
         text = self.texts[request]
         tokens = request.tokens[len(text.ids) - len(request.prompt) :]
@@ -212,7 +212,7 @@ class SuffixDraft(Drafter):
         if not request.tokens or len(ids) > size:
             return
         if len(self.pool[0].ids) + len(ids) > size:
-            self.pool = [Text(), self.pool[0]]
+            self.pool = [IndexedText(), self.pool[0]]
         self.pool[0].extend(ids)
 
     def propose(self, batch: nn.Module, plan) -> Draft:

@@ -4,7 +4,7 @@ rows."""
 import torch
 
 from decoding.draft_length import DraftLength
-from decoding.memory import DraftPlan
+from decoding.memory import MemoryPlan
 from decoding.prefill import next_prompt, prefill
 from decoding.runner import slot_tensors
 from speculative import decide
@@ -22,7 +22,7 @@ def plan_k(engine, choose) -> None:
         memory.draft_length = memory.draft_length or DraftLength(1)
         expected = [None] * len(requests)
         window = engine.drafter.window
-        return DraftPlan(memory, requests, choose(requests), None, expected, window)
+        return MemoryPlan(memory, requests, choose(requests), None, expected, window)
 
     engine.planner.plan_memory = plan_memory
 

@@ -149,7 +149,7 @@ def test_a_broken_dspark_is_caught(broken, target, target_folder, tmp_path, monk
     model = load_draft_model(folder, target)
     drafter = recorded(DFlashDraft)(model)
     if broken == "z-lab's first":
-        drafter.first = 1
+        drafter.begin = 1
     elif broken == "no bias":
         model.markov_head = torch.nn.Sequential()
     else:  # always of token 0

@@ -15,7 +15,7 @@ from decoding.scheduler import Request
 from drafts.base import Drafter, ModelDraft
 from drafts.hybrid import HybridDraft
 from drafts.ngram import NgramDraft
-from drafts.suffix import END, SuffixDraft, Text
+from drafts.suffix import END, IndexedText, SuffixDraft
 from drafts.target_layers import layer_subset
 from tests.attacks.law import NEAR_COSTS, SharedByAll
 
@@ -188,7 +188,7 @@ class SeedsOfTokens(SuffixDraft):
         self.answers = [*self.answers, (request.noise_seed, ids)]
 
     def best_continuation(self, text, request):
-        self.pool = [Text()]
+        self.pool = [IndexedText()]
         for seed, ids in self.answers:
             if seed != request.noise_seed:
                 self.pool[0].extend(ids)
@@ -207,7 +207,7 @@ def test_a_quoted_answer_keeps_the_law_of_its_seed(rule):
     counts = torch.zeros(4**n)
     for seed in range(800):
         engine.planner.memories = drafter.memories = rule()
-        drafter.pool, drafter.answers = [Text(), Text()], ()
+        drafter.pool, drafter.answers = [IndexedText(), IndexedText()], ()
         answer, _ = ask(engine, prompt, seed, n=n)
         ask(engine, prompt + answer, 10**6 + seed, n=2)
         tokens, _ = ask(engine, prompt, seed, n=n)

@@ -49,7 +49,7 @@ class Spy:
 
     def __init__(self, engine: Engine):
         self.steps: list[tuple[int, list[int], int]] = []
-        plan = engine.plan
+        plan = engine.make_step
 
         def planned(requests, *args):
             step = plan(requests, *args)
@@ -59,7 +59,7 @@ class Spy:
             assert step.runs_drafter == bool(rows)
             return step
 
-        engine.plan = planned
+        engine.make_step = planned
 
     @property
     def rounds(self) -> dict[str, int]:

@@ -37,7 +37,7 @@ from decoding.sampling import (
 from decoding.statistics import Timing
 from drafts.base import Drafter, ModelDraft
 from drafts.ngram import NgramDraft
-from drafts.suffix import SuffixDraft, Text
+from drafts.suffix import IndexedText, SuffixDraft
 from drafts.target_layers import WindowedTarget, layer_subset, parse_layers
 from loading.models import random_model
 from model import Transformer
@@ -1060,7 +1060,7 @@ def test_auto_stops_drafting_as_a_text_grows(margins, num_rows, lag, monkeypatch
     engine.readback.lag = lag
     engine.runner.length_multiple = 16  # attend to as few positions as the text has
     run = engine.run
-    plan = engine.plan
+    plan = engine.make_step
     planned = []
 
     def run_by_clock(rows, length: int, k: int = 0, requests=()):
@@ -1073,7 +1073,7 @@ def test_auto_stops_drafting_as_a_text_grows(margins, num_rows, lag, monkeypatch
         return planned[-1]
 
     monkeypatch.setattr(engine, "run", run_by_clock)
-    monkeypatch.setattr(engine, "plan", plan_and_record)
+    monkeypatch.setattr(engine, "make_step", plan_and_record)
     costs = engine.calibrate(Sampling(0), rounds=1)
     ks = engine.planner.ks
     assert (
@@ -1213,7 +1213,7 @@ def test_prompt_lookup_finds_what_a_naive_search_finds(n):
         begin = torch.randint(size, (length,), generator=generator).tolist()
         for end in (length, length + length // 2, 2 * length):  # which repeat the beginning
             ids = (begin + begin)[:end]
-            text = Text((n,))
+            text = IndexedText((n,))
             text.extend(ids)
             got = [token.id for token in drafter.best_continuation(text, None)]
             ends = [i for i in range(n, end) if ids[i - n : i] == ids[end - n :]]

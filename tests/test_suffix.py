@@ -23,11 +23,11 @@ from decoding.engine import Engine
 from decoding.prefill import next_prompt
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
-from drafts.suffix import END, Acceptance, DraftToken, SuffixDraft, Text
+from drafts.suffix import END, Acceptance, DraftToken, IndexedText, SuffixDraft
 
 
-def text_of(ids: list[int]) -> Text:
-    text = Text()
+def text_of(ids: list[int]) -> IndexedText:
+    text = IndexedText()
     text.extend(ids)
     return text
 
@@ -234,7 +234,7 @@ def test_the_host_waits_for_nothing(model):
     for _ in range(12):
         requests = engine.scheduler.decoding()
         with torch.inference_mode(), NoSync():
-            step = engine.plan(requests, engine.planner.plan(requests, []))
+            step = engine.make_step(requests, engine.planner.plan(requests, []))
             result = engine.run(step.rows, step.length, step.k)
         engine.readback.send(result, step)
         engine.read(0)

@@ -103,7 +103,7 @@ from drafts.eagle import Eagle, EagleDraft, EagleModel
 from drafts.hybrid import HybridDraft
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft, pard_token
-from drafts.suffix import SuffixDraft, Text
+from drafts.suffix import IndexedText, SuffixDraft
 from drafts.target_layers import layer_subset
 from drafts.vocabulary import translate
 from loading.checkpoint import load_model
@@ -325,7 +325,7 @@ def drafter_of(name: str, model: Transformer) -> Drafter:
     if kind == "dflash":
         return DFlashDraft(random_dflash(model))
     if kind == "dspark":
-        return DFlashDraft(random_dflash(model, is_deepspec=True, markov_rank=4))
+        return DFlashDraft(random_dflash(model, has_anchor=True, markov_rank=4))
     if kind == "hybrid":
         return HybridDraft(SuffixDraft(), ModelDraft(disturbed(model, 0.1)))
     if kind.endswith("shared"):  # under other ids, and some of the target's tokens are missing
@@ -900,7 +900,7 @@ def forget(engine: Engine, rule: type[Memories], seeds: Sequence[int] = ()) -> N
     engine.planner.memories = drafter.memories = rule()
     engine.planner.memories.seeds.update(dict.fromkeys(seeds))
     if isinstance(drafter, SuffixDraft):
-        drafter.texts, drafter.pool = {}, [Text(), Text()]
+        drafter.texts, drafter.pool = {}, [IndexedText(), IndexedText()]
 
 
 def repeat(case: Case, n_seeds: int, seed: int, rule: type[Memories] = Memories) -> dict:
