@@ -173,7 +173,7 @@ def open_folder(
         expect_quantized(headers, tensors, matrices)
         check_headers(path, headers, tensors, config.tie_embeddings, spare)
         stored |= stored_matrices(matrices)
-    notes = {m.layout.note for m in matrices.values()}
+    notes = {m.layout.note for m in matrices.values()} | {mixed_note(stacks, stored)}
     notes |= {one.note for one in stored.values() if not one.near}
     is_fixed = layouts.is_fixed and bool(matrices)
     inner = {weight for stack in stacks[1:] for weight in stack}
@@ -182,6 +182,15 @@ def open_folder(
         schemes = {layouts.block_scheme}
     scheme = schemes.pop() if is_fixed and len(schemes) == 1 else None
     return Source(config, linears, stored, tuple(sorted(filter(None, notes))), scheme, is_fixed)
+
+
+def mixed_note(stacks: list[list[str]], stored: dict[str, Stored]) -> str:
+    """What a user should know of experts whose gate and up are stored in unlike schemes."""
+    stacks = [stack for stack in stacks if ".experts." in stack[0]]
+    count = sum(len({stored[weight].scheme for weight in stack}) > 1 for stack in stacks)
+    if not count:
+        return ""
+    return f"{count} matrices whose parts have several schemes load as plain weights"
 
 
 def used_tensors(config: Config, tensors: dict) -> dict:
