@@ -21,7 +21,6 @@ from cli.report import (
     covers,
     greedy_text,
     speculative,
-    step_numbers,
     summary,
     token_origin,
 )
@@ -61,14 +60,13 @@ class Token(NamedTuple):
         return {key: None if value != value else value for key, value in values.items()}
 
 
-def token_of(
-    answer: Answer, number: int, text: str, round: int, at: float, num_logprobs: int | None
-) -> Token:
+def token_of(answer: Answer, number: int, text: str, at: float, num_logprobs: int | None) -> Token:
     """Token `number` of an answer. num_logprobs: of so many more top tokens; None leaves out
     probabilities."""
     request = answer.request
     record = answer.record(number)
     rejected = answer.rejected_texts(record)
+    round = request.token_steps[number] + 1
     token = Token(request.tokens[number], text, token_origin(record), round, at, rejected=rejected)
     if num_logprobs is None:
         return token
@@ -131,8 +129,8 @@ def section(answer: RowAnswer, engine: Engine) -> dict:
     seconds = (step.seconds for step in request.steps)
     end_times = list(itertools.accumulate(seconds, initial=request.prefill_s))
     tokens = []
-    for i, number in enumerate(step_numbers(request)):
-        token = token_of(answer, i, texts[i], number + 1, end_times[number], 0)
+    for i, number in enumerate(request.token_steps):
+        token = token_of(answer, i, texts[i], end_times[number], 0)
         tokens.append(token.as_json())
     figures = speculative(engine, Timing([request]))
     return {

@@ -5,7 +5,6 @@ decoding/costs.py has the formulas. This file decodes nothing.
 """
 
 import functools
-import itertools
 import math
 import resource
 import statistics
@@ -119,20 +118,9 @@ def token_origin(token: TokenRecord | None) -> str:
     return CORRECTED if token.index < token.k else BONUS
 
 
-def step_numbers(request: Request) -> list[int]:
-    """For each token the number of the step that decided it; 0 is the end of the prompt."""
-    if request.token_records:
-        begins = (record.index == 0 and not record.first for record in request.token_records)
-        return list(itertools.accumulate(begins))
-    num_tokens = len(request.tokens)
-    # A prompt's last token may run in a step.
-    first = min(1, max(0, 1 + len(request.steps) - num_tokens))
-    return list(range(first, first + num_tokens))
-
-
 def decided(requests: Iterable[Request]) -> int:
     """The number of tokens that steps decided: all but those that the pass of a prompt decided."""
-    return sum(number > 0 for request in requests for number in step_numbers(request))
+    return sum(number > 0 for request in requests for number in request.token_steps)
 
 
 class RowStatistics:
@@ -230,7 +218,7 @@ def speed_ups(counts: RowStatistics, requests: Sequence[Request]) -> dict:
     figures = {"measured_speedup": None, "predicted_speedup": None}
     steps = []  # (tokens that it decided, the step) of each row
     for request in requests:
-        num_tokens = Counter(filter(None, step_numbers(request)))  # by the number of the step
+        num_tokens = Counter(filter(None, request.token_steps))  # by the number of the step
         steps += [(n, request.steps[number - 1]) for number, n in num_tokens.items()]
     if not all(covers(step.costs, [step.k]) for _, step in steps):
         return figures

@@ -92,6 +92,7 @@ class Answer:
         if self.request is not None:
             num_tokens = len(self.ids)
             del self.request.tokens[num_tokens:]
+            del self.request.token_steps[num_tokens:]
             del self.request.token_records[num_tokens:]
         self.engine = None  # an answer that is kept does not keep a model
         self.is_finished = True  # last: another thread may wait for it

@@ -55,6 +55,7 @@ class Meter:
             if record is not None:
                 request.steps.append(record)
                 request.decode_s += record.seconds
+            request.token_steps += [len(request.steps)] * len(ids)
             if self.runs_rounds:
                 overlaps = result.overlaps_of(row)
                 is_first = not result.times

@@ -49,6 +49,8 @@ class RequestStatistics:
     ttft_s: float = 0.0  # from `started` to the first token
     decode_s: float = 0.0
     steps: list[StepRecord] = field(default_factory=list)  # after the prompt, shared by rows
+    # For each token the number of the step that decided it; 0 is the end of the prompt.
+    token_steps: list[int] = field(default_factory=list)
     token_records: list[TokenRecord] = field(default_factory=list)  # with a drafter
     prompt_logprobs: list[list] = field(default_factory=list)  # of the prompt from its second token
     top_logprobs: list[list] = field(default_factory=list)

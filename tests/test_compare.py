@@ -204,7 +204,7 @@ class Drifting:
         def decode(rows: list[int]) -> list[list[int]]:
             slow = 1 + self.drift * len(self.log)
             self.log.append((name, rows[0], len(rows)))
-            request = SimpleNamespace(tokens=[1] * 101, token_records=[], steps=[None] * 100)
+            request = SimpleNamespace(token_steps=[*range(101)])
             decode_s = slow * (0.5 if name == "b" else 1)
             side.timings.append(SimpleNamespace(decode_s=decode_s, requests=[request] * len(rows)))
             return [[1] * 101 for _ in rows]

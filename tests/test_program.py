@@ -711,7 +711,9 @@ def test_a_character_split_over_tokens_is_printed_whole(text_folder, capfd):
     tokenizer = load_tokenizer(text_folder)
     row = Row(Prompt(""), [], Sampling(0), 1, seed=0, stop=[])
     answer = RowAnswer(types.SimpleNamespace(tokenizer=tokenizer, stop_ids=()), row, streaming=True)
-    answer.request = types.SimpleNamespace(tokens=[], token_records=[], finish_reason=None)
+    answer.request = types.SimpleNamespace(
+        tokens=[], token_steps=[], token_records=[], finish_reason=None
+    )
     seen = []
     for id in tokenizer.encode("🎉é", bos=False)[1:]:
         answer.request.tokens.append(id)

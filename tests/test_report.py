@@ -1,5 +1,6 @@
 """cli/report.py: what a run is said to have cost and gained, from records made by hand."""
 
+import itertools
 import json
 import math
 import resource
@@ -53,6 +54,8 @@ def batch(rows: list[list[TokenRecord]], ks: list[int], seconds: float) -> Timin
     timing = Timing()
     for i, row in enumerate(rows):
         request = Request(i, [1], Sampling(0), 99, tokens=[1] * len(row), token_records=row)
+        begins = (token.index == 0 and not token.first for token in row)
+        request.token_steps = list(itertools.accumulate(begins))
         request.steps = records
         request.decode_s = seconds
         timing.requests.append(request)
@@ -222,15 +225,10 @@ def test_a_row_that_failed_before_its_first_token_takes_no_other_rows_figures():
 def test_the_rate_of_a_row_counts_the_tokens_of_its_steps():
     """A prompt's last token may run in a step, which then decides the first token too. A failed row
     has no token."""
-    request, step = (
-        Request(0, [1], Sampling(0), 9, tokens=[1, 2, 3]),
-        StepRecord(0, 0.1, 0.0, 0.1, (1,)),
-    )
-    for steps, count in ((2, 2), (3, 3)):
-        request.steps = [step] * steps
-        assert decided([request]) == count
-    request.token_records = [FIRST, *tokens(1, 2)]
-    assert decided([request, Request(1, [1], Sampling(0), 9)]) == 2
+    request = Request(0, [1], Sampling(0), 9)
+    for token_steps, count in (([0, 1, 2], 2), ([1, 2, 3], 3), ([0, 1, 1], 2)):
+        request.token_steps = token_steps
+        assert decided([request, Request(1, [1], Sampling(0), 9)]) == count
 
 
 def test_a_broken_draft_leaves_numbers():

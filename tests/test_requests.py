@@ -196,7 +196,9 @@ def test_special_tokens_of_prompts_and_stop_strings(text_folder, capsys, tmp_pat
         (row,) = run(capsys, *common, "--prompt", text, *flags)
         assert row["prompt_tokens"] == last
     answer = Answer(tokenizer, [], ["<s>"])
-    answer.request = SimpleNamespace(tokens=[], token_records=[], finish_reason=None)
+    answer.request = SimpleNamespace(
+        tokens=[], token_steps=[], token_records=[], finish_reason=None
+    )
     for id in (*tokenizer.encode("the cat", bos=False), 1):
         assert not answer.at_stop_string
         answer.request.tokens.append(id)

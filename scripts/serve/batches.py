@@ -98,7 +98,6 @@ class Row(Answer):
         self.max_new_tokens = max_new_tokens
         self.seed = seed
         self.prompt_number = index // text_request.n
-        self.num_rounds = 0
         self.is_closing = False  # all tokens have come, and their last text may
         self.pending: list[Token] = []  # decided, but not sent yet
         self.last_send_s = 0.0
@@ -133,11 +132,9 @@ class Row(Answer):
         number = len(self.ids) - 1
         if number == 0 and self.text_request.echo:
             self.pending = self.echo()
-        if record is None or record.index == 0:
-            self.num_rounds += 1
         if self.max_new_tokens:
             seconds = self.request.prefill_s + self.request.decode_s
-            token = token_of(self, number, text, self.num_rounds, seconds, self.num_logprobs)
+            token = token_of(self, number, text, seconds, self.num_logprobs)
             self.pending.append(token)
 
     def close(self) -> None:
