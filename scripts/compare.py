@@ -20,6 +20,7 @@ if __name__ == "__main__":  # before torch is imported
 
     prepare()
 
+import argparse
 import json
 import math
 import shlex
@@ -59,15 +60,7 @@ WARM_UP_TOKENS = 8  # new tokens a prompt in each side's first batch, which does
 CONTEXT_TOKENS = 8  # tokens printed before a difference, and half as many after it
 
 
-class CompareOptions(NamedTuple):
-    a: str
-    b: str
-    prompts: PromptOptions
-    rounds: int
-    json: bool
-
-
-def parse_args(argv: Sequence[str] | None = None) -> CompareOptions:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(
         description="Compare the tokens and the rates of two configurations of generate.py."
     )
@@ -91,8 +84,8 @@ def parse_args(argv: Sequence[str] | None = None) -> CompareOptions:
     )
     add("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(join_flags_of_sides(sys.argv[1:] if argv is None else argv))
-    prompts = PromptOptions(prompt=args.prompt, file=args.prompt_file)
-    return CompareOptions(args.a, args.b, prompts, args.rounds, args.json)
+    args.prompts = PromptOptions(prompt=args.prompt, file=args.prompt_file)
+    return args
 
 
 def join_flags_of_sides(words: Sequence[str]) -> list[str]:
@@ -309,7 +302,7 @@ def top_gap(side: Side, ids: list[int]) -> float:
     return largest - second
 
 
-def run(args: CompareOptions) -> dict:
+def run(args: argparse.Namespace) -> dict:
     """Load, decode, compare: the object that --json prints."""
     options_a = side_options("a", args.a, args.prompts.file)
     options_b = side_options("b", args.b, args.prompts.file)
