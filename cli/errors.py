@@ -23,8 +23,6 @@ from decoding.errors import UserError
 from decoding.launcher import check_single_process, launched
 from tp import leave, lost_contact
 
-MAX_THREADS = 1024  # torch takes minutes to start 5,000, and crashes with 40,000
-
 OLDEST_TORCH = [2, 11]
 
 
@@ -141,8 +139,6 @@ def leave_ranks() -> None:
 def use_threads(num_threads: int | None) -> int:
     """Use --threads, by default torch's number, at most cpu_share(), which local ranks divide.
     Returns the number."""
-    if num_threads is not None and num_threads > MAX_THREADS:
-        raise UserError(f"--threads {num_threads}: at most {MAX_THREADS}")
     share = cpu_share()
     usual = torch.get_num_threads()
     num_local = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's; Slurm sets no such variable

@@ -27,6 +27,7 @@ from loading.options import DraftOptions, ModelOptions
 from loading.plain_files import is_gguf
 from weights.schemes import check_scheme
 
+MAX_THREADS = 1024  # torch takes minutes to start 5,000, and crashes with 40,000
 TEMPLATE_KEYS = ("chat_template_kwargs", "tools", "prefill")  # they need a conversation
 
 
@@ -100,6 +101,8 @@ class RunOptions:
     def __post_init__(self):
         if not 0 < self.timeout < 1e6:
             raise UserError(f"--timeout {self.timeout} must be a positive number of seconds")
+        if (self.threads or 0) > MAX_THREADS:
+            raise UserError(f"--threads {self.threads}: at most {MAX_THREADS}")
 
 
 @dataclass(frozen=True)

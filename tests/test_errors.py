@@ -323,6 +323,7 @@ FLAGS = {  # what is wrong without a look at any weight; what the line must name
     "a shape": (["--random_weights", "nowhere.json"], "nowhere.json: no such file"),
     "dtype": (["--dtype", "int3"], "--dtype"),
     "rows": (["--batch_size", "0"], "--batch_size"),
+    "threads": (["--threads", "40000"], "--threads 40000: at most 1024"),
     "an unknown flag": (["--no_such_flag"], "--no_such_flag"),
     "two prompts": (["--prompt", "a", "--prompt_file", "b"], "not allowed with"),
     "an empty file of prompts": (["--prompt_file", "/dev/null"], "/dev/null: holds no prompt"),

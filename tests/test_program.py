@@ -1241,13 +1241,6 @@ def test_an_empty_draft_is_no_draft_by_accident(flag):
         parse_args([flag])
 
 
-def test_more_threads_than_start_are_refused():
-    command = [sys.executable, "generate.py", "--threads", "40000", "--max_new_tokens", "1"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 2 and ended.stderr.count("\n") == 1
-    assert "--threads 40000: at most 1024" in ended.stderr
-
-
 def test_threads_stay_within_a_containers_share(tmp_path):
     """A quota of one and a half processors is two; none, or no such file, is what the process may
     run on."""
