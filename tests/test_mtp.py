@@ -467,7 +467,7 @@ def test_a_head_is_not_divided_over_ranks(story_folder):
 def test_a_program_takes_a_head(story_folder):
     llm = LLM(story_folder, draft="suffix,mtp", dtype="float32", device="cpu", max_seq_length=80)
     drafter = llm.engine.drafter
-    assert isinstance(drafter, HybridDraft) and isinstance(drafter.model_draft, MtpDraft)
+    assert isinstance(drafter, HybridDraft) and isinstance(drafter.second, MtpDraft)
 
 
 def test_sampled_rows_equal_their_prompts_alone(folder_of, tmp_path):
