@@ -668,8 +668,8 @@ def test_the_engines_of_a_comparison_share_costs_and_write_the_plain_text(monkey
     monkeypatch.setattr(Engine, "calibrate", lambda engine, sampling: costs)
     model, tokenizer = load_model(DEMO), load_tokenizer(DEMO)
     comparison = DraftComparison(model, tokenizer, DEMO.with_name("demo-draft"), 128, compile=False)
-    assert comparison.engines["suffix"].costs.draft_s == {0: 0, 1: 0, 2: 0, 16: 0}
-    assert comparison.engines["model"].costs.verify_s == {1: 0.5, 2: 0.5}
+    assert comparison.engines["suffix"].planner.costs.draft_s == {0: 0, 1: 0, 2: 0, 16: 0}
+    assert comparison.engines["model"].planner.costs.verify_s == {1: 0.5, 2: 0.5}
     request = {"ids": tokenizer.encode("Once upon a time there was a dog. Once upon"), "new": 24}
     answers = comparison.answers([request])
     pairs = generate(model, [request["ids"]], sampling=Sampling(0), max_new_tokens=24)

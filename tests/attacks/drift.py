@@ -51,7 +51,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import decoding.engine as engine_room
+import decoding.prefill as prompt_room
 import decoding.runner as runner
 from benchmarks.record import record
 from cli.errors import exit_on_error
@@ -354,7 +354,7 @@ UNDONE = {
     "queries": lambda: tiled(lambda rows, keys: (1, keys)),  # as many query rows as there are
     "rows": lambda: patched((RowSplit, "run"), new=lambda self, product, x: product(x)),
     # of a neighbour's prompt
-    "prefixes": lambda: patched((engine_room, "copy_positions"), new=lambda *args: None),
+    "prefixes": lambda: patched((prompt_room, "copy_positions"), new=lambda *args: None),
 }
 # ------------------------------------------------------------------------------------------- main
 

@@ -913,7 +913,7 @@ def repeat(case: Case, n_seeds: int, seed: int, rule: type[Memories] = Memories)
         Engine(model, 1, 32, drafter=drafter_of(case.drafter, model), speculate_k=case.k)
         for _ in range(2)
     )
-    kept.costs = new.costs = NEAR_COSTS
+    kept.planner.costs = new.planner.costs = NEAR_COSTS
     V, differing = model.config.vocab_size, 0
     counts = torch.zeros((V,) * ANSWER)
     forget(kept, rule)

@@ -81,6 +81,8 @@ TESTS = {
     "decoding/kv_8bit.py": "rows_alone caches",
     "decoding/logits.py": "requests generate",
     "decoding/memory.py": "draft_memory",
+    "decoding/planner.py": "hybrid speculative engine draft_memory",
+    "decoding/prefill.py": "engine requests slots hybrid",
     "decoding/runner.py": "engine requests caches -k 'engine or requests or clearing or rows_take'",
     "decoding/sampling.py": "sampling requests numbers",
     "decoding/scheduler.py": "engine requests generate slots",
