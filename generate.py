@@ -304,8 +304,9 @@ class LLM:
         engine."""
         with self.lock:
             old = self.engine
-            owns_drafter = old.drafter is None or old.drafter.owner() is old
-            if logits_processor is old.options.logits_processor and owns_drafter:
+            # The drafter of an engine that Ctrl-C kept from being made.
+            is_lost = old.drafter is not None and old.drafter.owner() is None
+            if logits_processor is old.options.logits_processor and not is_lost:
                 return
             if self.running:
                 raise UserError(

@@ -236,6 +236,7 @@ class Text:
         self.tokens[0, : len(prompt)] = torch.tensor(prompt)
         self.pos = torch.tensor([len(prompt) - 1], device=device)  # (1,) of the last decided token
         self.seed = torch.tensor([seed], device=device)  # (1,)
+        self.draft_limit = torch.tensor([S], device=device)  # (1,) of a round: none
         self.sampling = sampling
         self.sampling_path = sampling.path
         self.values = sampling.values.to(device)  # (n,)
@@ -388,7 +389,9 @@ def verify(
     # took part in the decision too, so using them again would bias the text.
     drafted_pos = state.pos[:, None] + torch.arange(1, K + 1, device=p.device)  # (B, K)
     noise = (state.noise(drafted_pos, ACCEPT), to_draw)  # (B, K), (B, K + 1)
-    rule = RULES.get(state.verification, state.verification)
+    rule = state.verification
+    if isinstance(rule, str):
+        rule = RULES[rule]
     if rule is RULES["block"] and state.sampling_path == sampling.GREEDY:
         rule = RULES["token"]  # deciding about whole blocks gains nothing here
     n, token = rule.decide(draft_tokens, draft_probs, p, noise)  # (B,), (B,)

@@ -178,7 +178,8 @@ def speculative(engine: Engine, timing: Timing) -> dict | None:
 
 def greedy_text(engine: Engine) -> str:
     """How greedy text with drafts compares with plain greedy text."""
-    if not getattr(engine.options.verification, "is_lossless", True):
+    rule = engine.options.verification
+    if not (isinstance(rule, str) or getattr(rule, "is_lossless", False)):
         return "lossy"
     return "identical" if engine.identical else "up to rounding"
 

@@ -320,14 +320,11 @@ class Engine:
                 for request in requests:
                     prefill_draft(self, request.slot, request.num_positions - 1)
             step = self.make_step(requests, plans)._replace(begin_s=begin_s, draft_s=draft_s)
-            result = self.run(step.rows, step.length, step.k, step.requests)
+            result = self.run(step.rows, step.length, step.k, step.drafting)
             self.readback.send(result, step)
             return events + self.read()
-        except Exception as error:
-            self.reset(error)
-            raise
-        except BaseException:
-            self.reset()
+        except BaseException as error:
+            self.reset(error if isinstance(error, Exception) else None)
             raise
 
     def reset(self, error: Exception | None = None) -> None:
@@ -366,8 +363,8 @@ class Engine:
     def run(
         self, rows: Rows, length: int, k: int = 0, requests: Sequence[tuple[int, Request]] = ()
     ) -> StepResult:
-        """Run one step on rows of at most `length` decided positions, for these (row, request)
-        pairs. It drafts k tokens."""
+        """Run one step on rows of at most `length` decided positions. It drafts k tokens for these
+        (row, request) pairs."""
         state, target, _ = rows
         start = drafted = timestamp(self.device)
         draft = ()

@@ -37,6 +37,12 @@ class Step(NamedTuple):
         return max(plan.k for plan in self.plans)
 
     @property
+    def drafting(self) -> list[tuple[int, Request]]:
+        """The (row, request) pairs that draft."""
+        ks = {request: plan.k for plan in self.plans for request in plan.requests}
+        return [(row, request) for row, request in self.requests if ks[request]]
+
+    @property
     def runs_drafter(self) -> bool:
         return any(plan.runs_drafter for plan in self.plans)
 

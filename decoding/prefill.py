@@ -108,7 +108,7 @@ def prefill_draft(engine, slot: Slot, end: int) -> None:
 def lacks_positions(engine, plans: Sequence[MemoryPlan]) -> bool:
     """Does the drafter's own cache lack positions that the planned step reads?"""
     return any(
-        request.is_draft_behind and request.fits(engine.drafter.max_positions)
+        request.is_draft_behind and request.num_positions < engine.drafter.max_positions
         for plan in plans
         if plan.fills_cache
         for request in plan.requests

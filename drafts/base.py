@@ -55,7 +55,8 @@ class Drafter(nn.Module):
 
     auto_k = (1, 2, 3, 5, 8)  # the choices of `auto`, besides 0
     max_k = math.inf  # tokens of a round
-    max_positions = math.inf  # it drafts up to this length of a text, and beyond it nothing
+    # Requests whose texts are longer do not take its draft.
+    max_positions = math.inf
     # How many of the latest decided tokens the first pass of a round computes in a cache of its
     # own: the newest, which no cache holds yet, and those before it that this cache may lack after
     # a round. 0: it has no such cache, and needs no prompt.
@@ -169,7 +170,8 @@ class ModelDraft(Drafter):
         draft = Draft(self.tokens, self.probs).cut(k)
         if self.max_positions >= self.runner.caches.max_seq_length:
             return draft
-        is_within = batch.pos + k < self.max_positions  # (B,)
+        limit = batch.draft_limit.clamp(max=k)  # of its own row: others may draft more
+        is_within = batch.pos + limit < self.max_positions  # (B,)
         return draft._replace(q=torch.where(is_within[:, None, None], draft.q, 0))
 
     def prefill(self, batch: nn.Module, begin: int, end: int) -> None:

@@ -99,6 +99,8 @@ class HybridDraft(Drafter):
         rows = [row for row, request in plan.requests if request.memory.of(Choice).takes_first]
         if rows and len(rows) == len(plan.requests):
             return self.first.propose(batch, plan)
+        # The first may have drafted ids there that the second does not have.
+        self.second.probs[..., self.second.vocab :] = 0.0
         draft = self.second.propose(batch, plan)
         if rows or not plan.requests:  # without requests both are compiled and measured
             first = self.first.propose(batch, plan)

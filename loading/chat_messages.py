@@ -189,6 +189,22 @@ def has_text(content: object) -> bool:
     return bool(content.strip() if isinstance(content, str) else content)
 
 
+def is_shown(message: dict, text: str) -> bool:
+    """Does its content stand in the text of a conversation, as far as it is a text? Templates may
+    strip it."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    return all(each.strip() in text for each in texts if isinstance(each, str))
+
+
+def with_more(content: str | list) -> str | list:
+    """The content with another text behind it."""
+    if isinstance(content, list):
+        return [*content, {"type": "text", "text": " more"}]
+    return f"{content} more"
+
+
 def is_call_read(call: object) -> bool:
     """Was anything of its function read? A call holds one, or is one itself."""
     function = dict(call).get("function", call) if isinstance(call, dict) else call

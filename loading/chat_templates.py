@@ -18,7 +18,15 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from decoding.errors import UserError
-from loading.chat_messages import Watched, check_read, join_parts, split_parts
+from loading.chat_messages import (
+    LossError,
+    Watched,
+    check_read,
+    is_shown,
+    join_parts,
+    split_parts,
+    with_more,
+)
 from loading.plain_files import (
     error_prefix,
     file_exists,
@@ -139,7 +147,26 @@ class ChatTemplate:
         except Exception as error:  # a template can raise any
             raise UserError(f"the chat template refused the messages: {one_line(error)}") from None
         check_read(watched, self.roles)
+        for number, message in enumerate(messages):
+            if message.get("role") != "assistant" and not is_shown(message, text):
+                self.check_shown(number, text, variables)
         return text
+
+    def check_shown(self, number: int, text: str, variables: dict) -> None:
+        """UserError if the conversation's text stays the same when this message has another
+        content: the template reads it, and drops it."""
+        messages = [dict(message) for message in variables["messages"]]
+        messages[number]["content"] = with_more(messages[number]["content"])
+        try:
+            other = self.program.render(variables | {"messages": messages})
+        except Exception:
+            return
+        if other == text:
+            role = messages[number].get("role")
+            raise LossError(
+                f"messages[{number}], role {role!r:.99}: the chat template leaves out its content;"
+                f" the roles that it knows: {', '.join(self.roles)}"
+            )
 
 
 def content_form(tree: nodes.Template) -> Callable[[object], object]:

@@ -162,7 +162,8 @@ def open_folder(
 ) -> Source:
     """A folder in these layouts: OwnLayouts, or another program's detection.Layouts. `spare` as in
     check_headers. UserError names a tensor or a setting that cannot be read."""
-    tensors = used_tensors(config, tensors)
+    is_own = isinstance(layouts, OwnLayouts)
+    tensors = used_tensors(config, tensors, is_own)
     model = empty_model(config, torch.float32)
     headers = expected_tensors(config, model)
     stored = in_floats(headers, lambda name: tensors[name][...])
@@ -170,7 +171,8 @@ def open_folder(
     stacks = [sources(config, f"{name}.weight") for name in ("embed", *linears)]
     with error_prefix(path):
         matrices = find_matrices(layouts, tensors, headers, stacks)
-        expect_quantized(headers, tensors, matrices)
+        expect_quantized(headers, matrices)
+        drop_zeros(headers, tensors, () if is_own else matrices.values())
         check_headers(path, headers, tensors, config.tie_embeddings, spare)
         stored |= stored_matrices(matrices)
     notes = {m.layout.note for m in matrices.values()} | {mixed_note(stacks, stored)}
@@ -178,7 +180,7 @@ def open_folder(
     is_fixed = layouts.is_fixed and bool(matrices)
     inner = {weight for stack in stacks[1:] for weight in stack}
     schemes = {stored[weight].scheme for weight in inner & matrices.keys()}
-    if isinstance(layouts, OwnLayouts):
+    if is_own:
         schemes = {layouts.block_scheme}
     scheme = schemes.pop() if is_fixed and len(schemes) == 1 else None
     return Source(config, linears, stored, tuple(sorted(filter(None, notes))), scheme, is_fixed)
@@ -193,22 +195,27 @@ def mixed_note(stacks: list[list[str]], stored: dict[str, Stored]) -> str:
     return f"{count} matrices whose parts have several schemes load as plain weights"
 
 
-def used_tensors(config: Config, tensors: dict) -> dict:
-    """Without unused scales. The parts of a tied head, which quantize.py writes under the head's
-    name, have that of the embedding."""
-    tensors = {name: stored for name, stored in tensors.items() if not name.endswith(UNUSED)}
+def used_tensors(config: Config, tensors: dict, is_own: bool) -> dict:
+    """Without other programs' scales of activations. The parts of a tied head, which quantize.py
+    writes under the head's name, have that of the embedding."""
+    if not is_own:
+        tensors = {name: stored for name, stored in tensors.items() if not name.endswith(UNUSED)}
     if not config.tie_embeddings:
         return tensors
     head_parts = re.compile(r"lm_head\.(?!weight$)")
     return {head_parts.sub("model.embed_tokens.", name): tensors[name] for name in tensors}
 
 
-def expect_quantized(headers: dict[str, tuple], tensors: dict, matrices: dict[str, Matrix]) -> None:
-    """Put the headers of quantized matrices in place of their weights'. Tensors of zeros that some
-    writers add are deleted."""
+def expect_quantized(headers: dict[str, tuple], matrices: dict[str, Matrix]) -> None:
+    """Put the headers of quantized matrices in place of their weights'."""
     for weight, m in matrices.items():
         del headers[weight]
         headers |= {f"{m.name}.{part}": header for part, header in m.layout.tensors(m).items()}
+
+
+def drop_zeros(headers: dict[str, tuple], tensors: dict, matrices: Iterable[Matrix]) -> None:
+    """Leave out tensors of zeros that some writers add to quantized matrices."""
+    for m in matrices:
         for part in ZEROS:
             name = f"{m.name}.{part}"
             if name in tensors and name not in headers and not m.get(part).float().any():
@@ -240,7 +247,7 @@ def find_matrices(
                 f"{quantized[0].name} is quantized and {plain[0].removesuffix('.weight')} is not,"
                 " but both are one matrix here: quantize both"
             )
-    if keys and not matrices:
+    if keys and not matrices and layouts.is_fixed:
         raise UserError(
             f"config.json says that it is quantized, but none of its tensors is called"
             f" *.{' or *.'.join(sorted(keys))}"

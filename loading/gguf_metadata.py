@@ -34,10 +34,12 @@ from loading.tokenizers.ranks import LLAMA3_PATTERN, TEKKEN_PATTERN
 REQUIRED = (
     "block_count",
     "embedding_length",
+    "feed_forward_length",
     "attention.head_count",
     "context_length",
     "attention.layer_norm_rms_epsilon",
 )
+UNSET_AT_0 = ("expert_group_count", "attention.key_length")  # integers
 YARN = {
     "original_max_position_embeddings": "rope.scaling.original_context_length",
     "beta_fast": "rope.scaling.yarn_beta_fast",
@@ -130,7 +132,8 @@ def translated(values: Entries, tensors: Mapping[str, Blocks], family: Family) -
     supported_by_key = supported_keys(values, tensors, family, hf_keys)
     hf = {}
     for key, value in values.items():
-        if key in hf_keys and type(value) is float and value == 0:
+        is_number = type(value) is float or key in UNSET_AT_0
+        if key in hf_keys and is_number and value == 0:
             continue  # llama.cpp takes it for a number that the file does not have
         supported = supported_by_key.get(key, ())
         if supported is not None and value not in supported:

@@ -93,7 +93,11 @@ def empty_model(
 
 def check_shards(config: Config, schemes: Mapping[str, str | None], world: int) -> None:
     """UserError for sizes, or groups that share a scale, that do not divide over the ranks."""
-    groups = [formats.format_of(scheme).group for scheme in schemes.values() if scheme]
+    groups = [
+        formats.format_of(scheme).group
+        for name, scheme in schemes.items()
+        if scheme and (spec := shard_spec(name)) is not None and spec.dim == 1
+    ]
     check_divisible(config, world, max(groups, default=0))
 
 

@@ -56,8 +56,9 @@ MODULES = {
 
 def module_names(family: Family, module: str) -> tuple[list[str], list[str]]:
     """The names of a module's sources: Hugging Face's and llama.cpp's."""
-    row = family.names.get(module) or MODULES[module]
-    hf_names, gguf_names = (row, MODULES[module][1]) if isinstance(row, str) else row
+    names = MODULES.get(module, ("", ""))
+    row = family.names.get(module) or names
+    hf_names, gguf_names = (row, names[1]) if isinstance(row, str) else row
     return hf_names.split(), gguf_names.split()
 
 

@@ -321,6 +321,38 @@ def test_calls_that_a_template_drops_are_what_the_message_says(name, content, sp
     assert str(error.value).startswith("messages[1], role 'assistant': ")
 
 
+SET_CONTENT = (
+    "{% for m in messages %}{% set content = m.content %}{% if m.role == 'user' %}U:{{ content }}"
+    "{% elif m.role == 'assistant' %}A:{{ content }}{% endif %}{% endfor %}"
+)
+LAST_SYSTEM = (
+    "{% set ns = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}"
+    "{% set ns.system = m.content %}{% endif %}{% endfor %}{{ ns.system }}"
+    "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [SET_CONTENT, LAST_SYSTEM], ids=["unknown", "overwritten"])
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_message_that_is_read_and_dropped_is_refused(template, in_parts, sp_folder):
+    """A template may read the content of every message before it looks at the role, and keep the
+    last of several."""
+    first = [{"type": "text", "text": "Be brief."}] if in_parts else "Be brief."
+    messages = [
+        {"role": "system", "content": first},
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "hi"},
+    ]
+    tokenizer = load_tokenizer(sp_folder)
+    tokenizer.template = ChatTemplate(template, {})
+    refused = r"messages\[0\], role 'system': the chat template leaves out its content"
+    with pytest.raises(ValueError, match=refused):
+        tokenizer.chat(messages)
+    assert tokenizer.chat(messages[2:])
+    if template is LAST_SYSTEM:
+        assert tokenizer.chat(messages[1:])
+
+
 def test_a_template_that_refuses_every_form_says_why(sp_folder):
     tokenizer = load_tokenizer(sp_folder)
     tokenizer.template = ChatTemplate("{{ raise_exception('no calls here') }}", {})

@@ -2,6 +2,8 @@
 gets what a new engine gives it, and one whose seed is new what it got before there was a rule.
 The last test has the law of a repeated seed."""
 
+import types
+
 import pytest
 import torch
 from steps import plan_k
@@ -9,7 +11,8 @@ from test_speculative import joint_law, p_value, tiny
 
 import decoding.memory
 from decoding.engine import Engine
-from decoding.memory import Memories
+from decoding.memory import Memories, MemoryPlan
+from decoding.prefill import lacks_positions
 from decoding.sampling import Sampling
 from decoding.scheduler import Request
 from drafts.base import Drafter, ModelDraft
@@ -164,6 +167,26 @@ def test_a_draft_ends_at_its_rows_limit(model):
     engine.step()
     assert [row.token_records[-1].k for row in rows] == [0, 1, 3]
     assert engine.state.num_drafted.tolist() == [0, 1, 3]
+
+
+def test_a_drafts_context_ends_by_its_own_rows_limit():
+    """Row 0 drafts two tokens and row 1 eight, from the same position; both texts have room for the
+    former alone."""
+    drafter = ModelDraft(tiny(7, n_layers=1, max_seq_length=20))
+    Engine(tiny(3, max_seq_length=96), 2, 90, drafter=drafter, speculate_k=8)
+    drafter.probs.fill_(1.0)
+    limits = torch.tensor([2, 8])
+    batch = types.SimpleNamespace(pos=torch.tensor([15, 15]), draft_limit=limits)
+    assert drafter.proposal(batch, 8).q.amax(dim=(1, 2)).tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("may_draft", [True, False])
+def test_a_request_without_drafts_catches_up_with_the_others_of_its_step(may_draft):
+    """What a round counts as computed in the draft's cache must be there, whoever drafts."""
+    request = types.SimpleNamespace(is_draft_behind=True, may_draft=may_draft, num_positions=9)
+    engine = types.SimpleNamespace(drafter=types.SimpleNamespace(max_positions=64))
+    plan = MemoryPlan(None, [request], 3, expected=[None], window=2)
+    assert lacks_positions(engine, [plan])
 
 
 def test_an_engine_made_later_knows_the_seeds_of_its_drafter(model):

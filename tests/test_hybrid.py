@@ -29,6 +29,7 @@ from cli.main import main as run_args
 from decoding.costs import Costs, expected_tokens
 from decoding.draft_length import MIN_GAIN, DraftLength
 from decoding.engine import Engine
+from decoding.memory import Memory
 from decoding.options import EngineOptions
 from decoding.planner import Planner, draft_lengths
 from decoding.runner import ModelRunner, padded_length
@@ -40,6 +41,7 @@ from drafts.hybrid import Choice, HybridDraft
 from drafts.registry import check_draft, load_drafter
 from drafts.suffix import SuffixDraft
 from loading.options import DraftOptions, split_spec
+from speculative import Plan
 
 KS = (1, 2, 3, 5, 8)
 
@@ -190,6 +192,43 @@ def test_a_model_rests_where_the_first_draft_alone_is_faster():
         request.tokens += [1] * 9
         choosing.plan()
     assert figures.tokens / figures.cost == pytest.approx(1.0, rel=1e-3)
+
+
+class SmallVocabulary(Stub):
+    """Draws id 0 of its three ids, and writes no others, like a model of fewer ids."""
+
+    vocab = 3
+
+    def __init__(self):
+        super().__init__([None])
+        self.tokens = torch.zeros(2, 2, dtype=torch.int64)
+        self.probs = torch.zeros(2, 2, 5)
+
+    def propose(self, batch, plan):
+        self.tokens.zero_()
+        self.probs[..., : self.vocab] = torch.tensor([1.0, 0.0, 0.0])
+        return Draft(self.tokens, self.probs).cut(plan.k)
+
+
+class CopiesFour(Stub):
+    def propose(self, batch, plan):
+        tokens = torch.full((2, 2), 4)
+        return Draft(tokens, torch.nn.functional.one_hot(tokens, 5).float()).cut(plan.k)
+
+
+def test_the_first_drafts_ids_do_not_stay_in_the_seconds_distribution():
+    """Rows of two memories in one step, then of the second draft alone."""
+    drafter = HybridDraft(CopiesFour([]), SmallVocabulary())
+    requests = []
+    for takes_first in (True, False):
+        memory = Memory(is_shared=False)
+        memory.of(Choice).takes_first = takes_first
+        requests.append(Request(0, [1], Sampling(0), 9, memory=memory))
+    mixed = drafter.propose(None, Plan(2, 9, list(enumerate(requests))))
+    assert mixed.tokens.tolist() == [[4, 4], [0, 0]]
+    assert mixed.q.argmax(-1).tolist() == [[4, 4], [0, 0]]
+    second = drafter.propose(None, Plan(2, 9, [(0, requests[1]), (1, requests[1])]))
+    assert second.q.sum(-1).tolist() == [[1.0, 1.0]] * 2
 
 
 # ---------------------------------------------------------------------------------------- batches

@@ -338,7 +338,9 @@ class Int8Linear(QuantizedLinear):
 
     def prompt_product(self, x: Tensor) -> Tensor:
         dtype = x.dtype if cpu.multiplies(x.dtype) else torch.float32
-        return F.linear(x.to(dtype), self.codes.to(dtype)) * self.kernel_scale
+        x = x.to(dtype)
+        parts = [F.linear(x, self.codes[rows].to(dtype)) for rows in row_chunks(*self.codes.shape)]
+        return torch.cat(parts, dim=1) * self.kernel_scale
 
 
 class Int4Linear(QuantizedLinear):
