@@ -242,6 +242,8 @@ def test_the_self_check_sees_how_codes_are_added(monkeypatch):
     """Whole passes round alike here; a product over positions in halves, where there are several
     queries, is seen."""
     heads = Heads(1, 2, 4, 32, torch.bfloat16)
+    # Processors without bf16 instructions attend in floats.
+    monkeypatch.setattr("decoding.kv_8bit.attends_in_codes", lambda dtype, device: True)
     assert invariant_multiples(Int8Cache.kernel, heads, CPU, torch.get_num_threads())
     product = torch._weight_int8pack_mm
 
