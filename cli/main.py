@@ -37,8 +37,8 @@ def main(options: Options) -> None:
         options = with_chosen_seed(options, everyone.broadcast_object)
         file = open_output(options.output.file) if is_root else None
         has_prompts = is_root and not options.prompts.interactive
-        found = read_prompts(options.prompts) if has_prompts else ([], [])
-        prompts, broken = everyone.broadcast_object(found)
+        prompts_read = read_prompts(options.prompts) if has_prompts else ([], [])
+        prompts, broken = everyone.broadcast_object(prompts_read)
         print_broken(broken, prompts)
         cache = PromptCache(options)
         llm, rows, refused = open_llm(options, Workload(prompts), device, everyone)

@@ -1,7 +1,7 @@
 """What drafting learns from texts, and which requests may use it.
 
     Memory      running figures of the requests that share it
-    MemoryPlan   what the requests of one memory draft in a step
+    MemoryPlan  what the requests of one memory draft in a step
     Memories    the memory of each request
 
 A round keeps the target's distribution if the random numbers that decide it are independent of what

@@ -102,11 +102,11 @@ class Meter:
         draft_length.drafted(len(drafted), len(decided))
         for row, num_tokens in drafted:
             overlaps = result.overlaps_of(row)
-            self.check(overlaps[0])
+            self.judge_draft(overlaps[0])
             for overlap in overlaps[:num_tokens]:
                 draft_length.observe(overlap)
 
-    def check(self, overlap: float) -> None:
+    def judge_draft(self, overlap: float) -> None:
         """Warn of a draft that seems to be wrong, by the overlap at a round's first token."""
         self.num_rounds += 1
         self.total_overlap += overlap

@@ -195,7 +195,7 @@ def is_shown(message: dict, text: str) -> bool:
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = [part.get("text") for part in parts if isinstance(part, dict)]
-    return all(each.strip() in text for each in texts if isinstance(each, str))
+    return all(part.strip() in text for part in texts if isinstance(part, str))
 
 
 def with_more(content: str | list) -> str | list:

@@ -926,7 +926,7 @@ def test_a_good_draft_is_not_warned_of(target, tmp_path, capsys):
     drafter = EagleDraft(load_draft_model(eagle_folder("switches", tmp_path / "eagle"), target))
     meter = Engine(target, 1, 150, drafter=drafter, speculate_k=2).meter
     for overlap in [1.0, 0.0, 0.0, 0.0] * 50:
-        meter.check(overlap)
+        meter.judge_draft(overlap)
     assert not capsys.readouterr().err
 
 
