@@ -3,7 +3,7 @@ state before each token.
 
     Mtp         how a family's head is stored and fed;  HEADS  model_type -> Mtp
     MtpModel    pairs (token, state before it) -> logits
-    check       reads the config.json of a folder with a head
+    mtp_of      the Mtp of a target's family;  check  reads the config.json of a folder with a head
 
 With t a token and h the state before it,
 
@@ -85,12 +85,18 @@ HEADS = {
 }
 
 
+def mtp_of(target: Config) -> Mtp:
+    """Of a target's family. A head for one that was published without heads, as
+    scripts.distill_draft trains it, is in GLM-4.5's layout."""
+    return HEADS.get(target.family, Mtp())
+
+
 class MtpModel(PairModel):
     """A decoder layer whose input is made of a token's embedding and the state before it."""
 
     advice = (
         "The MTP head may belong to other weights than the target's, as after fine-tuning without"
-        " it"
+        " it, or read states at the other side of a norm"
     )
 
     def __init__(
@@ -176,9 +182,6 @@ def check(checkpoint: Checkpoint, config: Config) -> Callable[..., MtpDraft]:
     for key in COUNTS:
         if hf.get(key) and hf.size(key) > 1:
             raise hf.refused(key, "declares several MTP heads in a row; supported: 1")
-    if config.family not in HEADS:
-        supported = ", ".join(HEADS)
-        raise hf.refused("model_type", f"has no MTP head that can be read; supported: {supported}")
     if hf["model_type"] != config.family:
         raise hf.refused("model_type", f"is of another target: this one is {config.family!r}")
     sizes = {
@@ -187,7 +190,7 @@ def check(checkpoint: Checkpoint, config: Config) -> Callable[..., MtpDraft]:
         "vocab_size": config.vocab_size,
     }
     check_target(hf, sizes)
-    mtp = HEADS[config.family]
+    mtp = mtp_of(config)
     prefix = mtp.prefix.format(config.n_layers)
     if checkpoint.is_gguf:
         has_norm = f"{prefix}{GGUF_NAMES[-1]}.weight" in checkpoint.tensors

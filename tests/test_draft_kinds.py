@@ -10,10 +10,11 @@ import pytest
 import torch
 from conftest import ROOT, config_json
 from reference import logits
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_deepspec import DSPARK, DSparkTwin, ForgetsTheDraw
 from test_dflash import DFlashTwin
 from test_drafts import D, EagleTwin, load_draft_model, pard_twin
+from test_mtp import HeadTwin
 from test_speculative import LONG_PROMPT, TAIL, joint_law, p_value, rows_of, sequences, tiny
 
 from cli.flags import parse_args
@@ -41,6 +42,13 @@ from scripts.distill.draft_kinds import KINDS, DSpark, tokens_per_round
 T, DEPTH = 16, 4
 
 
+def trained_head_twin(folder, source) -> HeadTwin:
+    """Of a folder with nothing but a head, for a target at `source`."""
+    tensors = load_file(source / "model.safetensors") | load_file(folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors")
+    return HeadTwin("llama", folder)
+
+
 def test_the_flag_names_every_kind():
     assert tuple(KINDS) == DRAFT_KINDS
 
@@ -48,7 +56,14 @@ def test_the_flag_names_every_kind():
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "name, vocab",
-    [("pard", None), ("eagle3", None), ("eagle3", 40), ("dflash", None), ("dspark", None)],
+    [
+        ("pard", None),
+        ("eagle3", None),
+        ("eagle3", 40),
+        ("mtp", None),
+        ("dflash", None),
+        ("dspark", None),
+    ],
 )
 def test_what_is_learned_is_what_is_drafted(name, vocab, folder_of, tmp_path):
     """Every state that a row gives, at every position of a draft, against the twin's distribution
@@ -56,7 +71,13 @@ def test_what_is_learned_is_what_is_drafted(name, vocab, folder_of, tmp_path):
     source = folder_of("llama-3.1")
     target = load_model(source, dtype=torch.float32)
     flags = argparse.Namespace(
-        dim=D, heads=4, kv_heads=2, ffn=96, layers=1 + name.startswith("d"), from_layers=None
+        kind=name,
+        dim=D,
+        heads=4,
+        kv_heads=2,
+        ffn=96,
+        layers=1 + name.startswith("d"),
+        from_layers=None,
     )
     chosen = {"vocab": vocab} if vocab else {}
     kind = KINDS[name](draft_config(config_json(source), flags), target.config, DEPTH, **chosen)
@@ -80,6 +101,7 @@ def test_what_is_learned_is_what_is_drafted(name, vocab, folder_of, tmp_path):
     twins = {
         "pard": lambda *_: pard_twin,
         "eagle3": EagleTwin,
+        "mtp": trained_head_twin,
         "dflash": DFlashTwin,
         "dspark": DSparkTwin,
     }
@@ -118,7 +140,9 @@ def test_training_gives_norms_one_dtype(name, depth, folder_of):
     weights in a block."""
     source = folder_of("llama-3.1")
     target = load_model(source, dtype=torch.bfloat16)
-    flags = argparse.Namespace(dim=D, heads=4, kv_heads=2, ffn=96, layers=1, from_layers=None)
+    flags = argparse.Namespace(
+        kind=name, dim=D, heads=4, kv_heads=2, ffn=96, layers=1, from_layers=None
+    )
     kind = KINDS[name](draft_config(config_json(source), flags), target.config, depth)
     draft = kind.new_model()
     kind.bind(draft, target)
@@ -138,7 +162,9 @@ def test_the_first_tokens_of_a_block_count_most(name, folder_of):
     probability of rejection, and 0.1 of KL; its embedding and its head stay the target's."""
     source = folder_of("llama-3.1")
     target = load_model(source, dtype=torch.float32)
-    flags = argparse.Namespace(dim=D, heads=4, kv_heads=2, ffn=96, layers=1, from_layers=None)
+    flags = argparse.Namespace(
+        kind=name, dim=D, heads=4, kv_heads=2, ffn=96, layers=1, from_layers=None
+    )
     kind = KINDS[name](draft_config(config_json(source), flags), target.config, 7)
     kind.choose_ids(torch.cat((torch.arange(3, 131), torch.tensor([0, 2]))))
     mask = kind.hf.get("dflash_config", kind.hf)["mask_token_id"]
@@ -175,8 +201,10 @@ def test_the_first_tokens_of_a_block_count_most(name, folder_of):
         assert (draft.lm_head.weight - target.lm_head.weight).abs().max() < 1e-6
 
 
-@pytest.mark.attack
-@pytest.mark.parametrize("name", ["pard", "eagle3", "dflash", "dspark"])
+MARKED = [pytest.param(name, marks=pytest.mark.attack) for name in KINDS if name != "mtp"]
+
+
+@pytest.mark.parametrize("name", ["mtp", *MARKED[1:]])
 def test_two_steps_end_in_a_folder_that_drafts(name, tmp_path, capsys):
     flags = [
         "--kind",
@@ -205,6 +233,7 @@ def test_two_steps_end_in_a_folder_that_drafts(name, tmp_path, capsys):
     flags += ["--output", tmp_path / "d", "--work", tmp_path / "work"]
     flags += {
         "pard": ["--layers", 1, "--dim", 64],
+        "mtp": [],
         "eagle3": ["--draft_vocab", 300],
         "dflash": ["--layers", 2],
         "dspark": ["--layers", 2],
@@ -226,7 +255,10 @@ def test_two_steps_end_in_a_folder_that_drafts(name, tmp_path, capsys):
         "float32",
     ]
     rows = []
-    for draft in ([], ["--draft_checkpoint", str(tmp_path / "d"), "--speculate_k", "3"]):
+    draft_flags = ["--draft_checkpoint", str(tmp_path / "d")]
+    if name == "mtp":
+        draft_flags = ["--draft", f"mtp:{tmp_path / 'd'}"]
+    for draft in ([], [*draft_flags, "--speculate_k", "3"]):
         capsys.readouterr()
         run_args(parse_args(common + draft))
         rows.append(json.loads(capsys.readouterr().out))

@@ -17,7 +17,8 @@ SIZES = {  # flags of numbers without a default of their own
     "--context": "tokens of a training row; default: 512, or the target's context if less",
     "--sampled": "learn on this many tokens that the target writes",
 }
-DRAFT_KINDS = ("model", "pard", "eagle3", "dflash", "dspark")  # draft_kinds.py has their classes
+# draft_kinds.py has their classes.
+DRAFT_KINDS = ("model", "pard", "eagle3", "mtp", "dflash", "dspark")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -1,16 +1,16 @@
 """The kinds of drafts that scripts.distill_draft trains.
 
-    Kind, Pard, Eagle3, DFlash,     a kind: its config.json, its model, its states over a row, its
-    DSpark                          loss, its drafter, its folder
+    Kind, Pard, Eagle3, MtpHead,    a kind: its config.json, its model, its states over a row, its
+    DFlash, DSpark                  loss, its drafter, its folder
     Drafted                         states of a draft, and the positions whose next-token
                                     distributions they learn
 
 A draft learns on the text's tokens instead of its own drafted ones. PARD learns masks after random
-positions, about as many masks as tokens (COD, arXiv:2504.18583). EAGLE-3 learns steps that continue
-its own states (training-time test, arXiv:2503.01840). DFlash learns blocks at random positions, and
-gives their first tokens the largest weight (arXiv:2602.06036). DSpark learns the same blocks with a
-head that reads the token before each position, and mainly the probability of acceptance
-(arXiv:2607.05147).
+positions, about as many masks as tokens (COD, arXiv:2504.18583). EAGLE-3 and an MTP head learn
+steps that continue their own states (training-time test, arXiv:2503.01840). DFlash learns blocks at
+random positions, and gives their first tokens the largest weight (arXiv:2602.06036). DSpark learns
+the same blocks with a head that reads the token before each position, and mainly the probability of
+acceptance (arXiv:2607.05147).
 """
 
 import contextlib
@@ -25,12 +25,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decoding.errors import UserError
 from drafts.base import Drafter, ModelDraft
 from drafts.dflash import DFlashDraft, DFlashModel, dflash_of
 from drafts.eagle import EagleDraft, EagleModel, eagle_of
-from drafts.hidden_states import AuxHiddenStates
+from drafts.hidden_states import AuxHiddenStates, PairModel
+from drafts.mtp import COUNTS, OWN, MtpDraft, MtpModel, head_config, mtp_of
 from drafts.pard import PardDraft
-from loading.config import config_from_hf
+from loading.config import Section, config_from_hf
 from loading.files import save_tensors, write_atomically
 from loading.models import allocate
 from loading.saving import save_model
@@ -285,11 +287,53 @@ def copy_weights(model: Transformer, draft: Transformer) -> None:
     draft.eval()
 
 
+class PairKind(Kind):
+    """A kind whose model reads pairs of a token and the state before it."""
+
+    def __init__(self, hf: dict, target: Config, depth: int):
+        super().__init__(hf, target, depth)
+        self.num_positions = depth
+
+    def pairs(
+        self, draft: PairModel, rows: Tensor, streams: list[Tensor], seed: int | None
+    ) -> Pairs:
+        """`depth` steps over all positions at once, each from the previous step's states. A state
+        is paired with the next token, so in step j the first j + 1 tokens of a row have none."""
+        T = rows.size(1)
+        dtype = draft.norm.weight.dtype
+        pos = torch.arange(T, device=rows.device)
+        caches = GrowingCache()
+        pairs = []
+        inputs = [x.to(dtype) for x in streams]
+        state = draft.fuse(*inputs).to(dtype)  # (B, T, D)
+        state = state.roll(1, dims=1)
+        for step in range(self.depth):
+            draft.mask = self.mask_of_step(step, pos)
+            x = draft.stream(rows, pos.expand(rows.shape), caches, state)  # (B, T, D)
+            h = draft.norm(x)
+            pairs.append((pos[step + 1 :], h[:, step + 1 :]))
+            output = h if draft.recycles_normed else x
+            state = output.to(dtype).roll(1, dims=1)
+        return pairs
+
+    def mask_of_step(self, step: int, pos: Tensor) -> Tensor:
+        """(T, (step + 1) T): a token sees the target's states up to where its draft begins, and one
+        state of each later step."""
+        distance = pos[:, None] - pos  # (T, T)
+        is_target_state = distance >= step
+        masks = [is_target_state & (pos > 0)]
+        for later_step in range(1, step + 1):
+            is_state = distance == step - later_step
+            masks.append(is_state & (pos > later_step))
+        masks[step] |= distance == 0  # a row without keys gives NaN
+        return torch.cat(masks, dim=1)
+
+
 class TrainedEagle(Trained, EagleModel):
     """An EAGLE-3 draft in training."""
 
 
-class Eagle3(Kind):
+class Eagle3(PairKind):
     """One layer in SafeAILab's layout, with a head for `vocab` of the target's tokens (default:
     all)."""
 
@@ -303,7 +347,6 @@ class Eagle3(Kind):
             "target_hidden_size": target.dim,
         }
         super().__init__(hf | eagle_keys, target, depth)
-        self.num_positions = depth
         self.ids = torch.arange(vocab or target.vocab_size)  # the target's id of each draft id
         self.eagle = eagle_of(dict(self.hf), target)
         self.hf["target_hidden_states"] = list(self.eagle.aux_layer_ids)
@@ -342,38 +385,6 @@ class Eagle3(Kind):
             return x
         return x[..., self.ids.to(x.device)]
 
-    def pairs(
-        self, draft: TrainedEagle, rows: Tensor, streams: list[Tensor], seed: int | None
-    ) -> Pairs:
-        """`depth` steps over all positions at once, each from the previous step's states. A state
-        is paired with the next token, so in step j the first j + 1 tokens of a row have none."""
-        T = rows.size(1)
-        dtype = draft.norm.weight.dtype
-        pos = torch.arange(T, device=rows.device)
-        caches = GrowingCache()
-        pairs = []
-        inputs = [x.to(dtype) for x in streams]
-        state = draft.fuse(*inputs).to(dtype)  # (B, T, D)
-        state = state.roll(1, dims=1)
-        for step in range(self.depth):
-            draft.mask = self.mask_of_step(step, pos)
-            x = draft.stream(rows, pos.expand(rows.shape), caches, state)  # (B, T, D)
-            pairs.append((pos[step + 1 :], draft.norm(x)[:, step + 1 :]))
-            state = x.roll(1, dims=1)
-        return pairs
-
-    def mask_of_step(self, step: int, pos: Tensor) -> Tensor:
-        """(T, (step + 1) T): a token sees the target's states up to where its draft begins, and one
-        state of each later step."""
-        distance = pos[:, None] - pos  # (T, T)
-        is_target_state = distance >= step
-        masks = [is_target_state & (pos > 0)]
-        for later_step in range(1, step + 1):
-            is_state = distance == step - later_step
-            masks.append(is_state & (pos > later_step))
-        masks[step] |= distance == 0  # a row without keys gives NaN
-        return torch.cat(masks, dim=1)
-
     def save(self, model: EagleModel, folder: Path) -> None:
         tensors = copies_of(model.parts_by_name("midlayer").items())
         draft_ids = torch.arange(len(self.ids))
@@ -394,11 +405,69 @@ def write_folder(folder: Path, hf: dict, tensors: dict[str, Tensor]) -> None:
     write_atomically(folder / "config.json", lambda partial: partial.write_text(text))
 
 
+class TargetHead(Kind):
+    """A kind that uses the target's embedding and head, which are not trained."""
+
+    def bind(self, draft: Trained, target: Transformer) -> None:
+        draft.embeddings = [target.embed]
+        self.head = head_of(target)  # a packed head has no gradients
+
+    def logits(self, draft: Trained, states: Tensor) -> Tensor:
+        with training_autocast(draft):
+            states = states.to(draft.norm.weight.dtype)
+            return F.linear(states, self.head).float()
+
+
+class TrainedMtp(Trained, MtpModel):
+    """An MTP head in training."""
+
+
+class MtpHead(PairKind, TargetHead):
+    """A layer of the target's own kind, dense and without a window, in the layout of the target's
+    family (drafts.mtp). `hf`: the target's config.json."""
+
+    def __init__(self, hf: dict, target: Config, depth: int):
+        super().__init__(
+            {key: value for key, value in hf.items() if key not in COUNTS}, target, depth
+        )
+        self.hf |= {
+            COUNTS[0]: 1,
+            "mtp_layer_types": ["full_attention"],
+            "mtp_mlp_layer_types": ["dense"],
+        }
+        self.mtp = mtp_of(target)
+        if len(self.mtp.names) < len(OWN):
+            raise UserError(
+                f"--kind mtp: a head for {target.family} has no norm of its own after its layer,"
+                " and such heads cannot be trained"
+            )
+        self.config = head_config(Section(self.hf), target, self.mtp)
+        self.aux_layer_ids = (target.n_layers,)
+
+    def model_of(self, model_class: type[MtpModel]) -> MtpModel:
+        return model_class(self.config, self.mtp, self.target.n_layers)
+
+    def new_model(self) -> MtpModel:
+        return self.model_of(TrainedMtp)
+
+    def target_states(self, target: Transformer, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
+        h, streams = super().target_states(target, rows)
+        return h, [h] if self.mtp.reads_normed else streams
+
+    def drafter(self, model: MtpModel) -> Drafter:
+        draft = self.model_of(MtpModel)
+        copy_weights(model, draft)
+        return MtpDraft(draft)
+
+    def save(self, model: MtpModel, folder: Path) -> None:
+        write_folder(folder, self.hf, copies_of(model.stored_parts()))
+
+
 class TrainedDFlash(Trained, DFlashModel):
     """A DFlash draft in training."""
 
 
-class DFlash(Kind):
+class DFlash(TargetHead):
     """z-lab's layout: a block is a decided token and `depth` masks. The mask's id is the text's
     rarest token."""
 
@@ -439,19 +508,10 @@ class DFlash(Kind):
     def new_model(self) -> DFlashModel:
         return TrainedDFlash(self.config, self.dflash)
 
-    def bind(self, draft: TrainedDFlash, target: Transformer) -> None:
-        draft.embeddings = [target.embed]
-        self.head = head_of(target)  # a packed head has no gradients
-
     def drafter(self, model: DFlashModel) -> Drafter:
         draft = DFlashModel(self.config, self.dflash)
         copy_weights(model, draft)
         return DFlashDraft(draft)
-
-    def logits(self, draft: TrainedDFlash, states: Tensor) -> Tensor:
-        with training_autocast(draft):
-            states = states.to(draft.norm.weight.dtype)
-            return F.linear(states, self.head).float()
 
     def pairs(
         self, draft: TrainedDFlash, rows: Tensor, streams: list[Tensor], seed: int | None
@@ -579,7 +639,14 @@ def default_layer_ids(n_target: int, n_draft: int) -> list[int]:
     return [round(1 + i * (n_target - 4) / (n_draft - 1)) for i in range(n_draft)]
 
 
-KINDS = {"model": Kind, "pard": Pard, "eagle3": Eagle3, "dflash": DFlash, "dspark": DSpark}
+KINDS = {
+    "model": Kind,
+    "pard": Pard,
+    "eagle3": Eagle3,
+    "mtp": MtpHead,
+    "dflash": DFlash,
+    "dspark": DSpark,
+}
 
 
 def tokens_per_round(alphas: Sequence[float], k: int) -> float:

@@ -60,7 +60,7 @@ def check_sizes(args, config: Config) -> None:
             f"--draft_vocab {args.draft_vocab} is for --kind eagle3; --kind {args.kind} has all"
             " tokens"
         )
-    if args.kind in ("eagle3", "dflash", "dspark"):
+    if args.kind in ("eagle3", "mtp", "dflash", "dspark"):
         set_sizes_of_target(args, config)
     if args.from_layers:
         set_sizes_of_layers(args, config)
@@ -71,11 +71,15 @@ def check_sizes(args, config: Config) -> None:
 
 
 def set_sizes_of_target(args, config: Config) -> None:
-    """EAGLE-3, DFlash and DSpark read the target's states, so they have its dimension."""
+    """These kinds read the target's states, so they have its dimension; an MTP head has all its
+    sizes."""
     has_other_dim = args.dim not in (None, config.dim)
-    is_deeper = args.kind == "eagle3" and args.layers not in (None, 1)
+    is_one_layer = args.kind in ("eagle3", "mtp")
+    is_deeper = is_one_layer and args.layers not in (None, 1)
+    if args.kind == "mtp" and any((args.heads, args.kv_heads, args.ffn)):
+        raise UserError("--kind mtp has the target's sizes: give no --heads, --kv_heads or --ffn")
     if is_deeper or has_other_dim or args.project:
-        layers = "1 layer" if args.kind == "eagle3" else "layers"
+        layers = "1 layer" if is_one_layer else "layers"
         raise UserError(
             f"--kind {args.kind} has {layers} of the target's --dim {config.dim}, and no --project"
         )
@@ -105,11 +109,13 @@ def set_sizes_of_layers(args, config: Config) -> None:
 
 
 def draft_config(hf: dict, args) -> dict:
-    """config.json of a Llama with the target's RoPE; targets in OWN_ROPES pass on only theta.
-    UserError for sizes that do not divide."""
+    """config.json of a Llama with the target's RoPE; targets in OWN_ROPES pass on only theta. An
+    MTP head has the target's own. UserError for sizes that do not divide."""
     if args.from_layers:
         return layers_config(hf, args.from_layers)
     hf = text_part(hf)
+    if args.kind == "mtp":
+        return {key: value for key, value in hf.items() if key != "quantization_config"}
     hf = {**FAMILIES[hf["model_type"]].defaults, **hf}
     if hf["model_type"] in OWN_ROPES:
         theta = config_from_hf({**hf, "quantization_config": None}).rope_theta
