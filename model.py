@@ -236,6 +236,22 @@ class AttentionKernel:
         return AttentionMask(bias, keys.index, self.run)
 
 
+class CacheSpec(NamedTuple):
+    """What a layer's cache is made for: B rows, G heads of keys and S positions of E channels on
+    this rank, of which rows without a text write from `parked_pos` on."""
+
+    B: int
+    G: int
+    S: int
+    E: int
+    dtype: torch.dtype
+    device: torch.device
+    parked_pos: int
+    layer: int
+    config: Config
+    rope: Rope
+
+
 class KVCache(nn.Module):
     """Keys and values of one layer at fixed addresses, indexed by absolute position.
 
@@ -246,8 +262,9 @@ class KVCache(nn.Module):
     # Buffers (B, G, S, …) with a value for each position, which are cleared for a new text, copied
     # to one that begins alike, and stored. Nobody else touches what other buffers hold.
     by_position: tuple[str, ...] = ("k", "v")
+    cleared_to: Mapping[str, float] = {}  # of these, what a buffer is cleared to, if not to 0
     shared: tuple[str, ...] = ()  # buffers that all rows share; of others a step gets its rows
-    parked_pos: int | None = None  # rows without a text write from here on; ModelRunner sets it
+    parked_pos: int  # rows without a text write from here on
     # May a text that begins alike take over the first positions of a slot? Not from a cache that
     # drops them.
     keeps_prefixes = True
@@ -266,6 +283,13 @@ class KVCache(nn.Module):
         for name in ("k", "v"):
             zeros = torch.zeros(B, G, S, E, dtype=dtype, device=device)
             self.register_buffer(name, zeros, persistent=False)
+
+    @classmethod
+    def of(cls, spec: CacheSpec) -> KVCache:
+        """A layer's cache, for a class that needs more of it than its sizes."""
+        cache = cls(spec.B, spec.G, spec.S, spec.E, spec.dtype, spec.device)
+        cache.parked_pos = spec.parked_pos
+        return cache
 
     @staticmethod
     def position_bytes(G: int, E: int, dtype: torch.dtype) -> int:
@@ -326,6 +350,11 @@ class KVCache(nn.Module):
         """Positions [begin, end) of these rows by buffer name: views, or copies where rows are a
         list."""
         return {name: getattr(self, name)[rows, :, begin:end] for name in self.by_position}
+
+    def clear(self, row: int, begin: int, end: int) -> None:
+        """Empty positions [begin, end) of a row, because a masked NaN still makes 0 * NaN = NaN."""
+        for name, x in self.views(row, begin, end).items():
+            x.fill_(self.cleared_to.get(name, 0))
 
 
 class Caches(NamedTuple):
@@ -478,17 +507,20 @@ class Transformer(nn.Module):
         batch_size: int,
         max_seq_length: int,
         cache_type: type[KVCache] = KVCache,
+        parked_pos: int | None = None,
     ) -> Caches:
         """Empty caches for batch_size rows of max_seq_length positions. Any number of sets may be
-        in use at once."""
+        in use at once. `parked_pos`: where rows without a text write from, by default nowhere."""
         weight = self.norm.weight
-        E = self.config.head_dim
+        S = max_seq_length
+        sizes = (S, self.config.head_dim, weight.dtype, weight.device)
+        parked_pos = S if parked_pos is None else parked_pos
         layers = []
         with torch.inference_mode(False):  # plain tensors, which any later code may write to
-            for layer in self.layers:
+            for i, layer in enumerate(self.layers):
                 _, G = layer.attention.heads()
-                cache = cache_type(batch_size, G, max_seq_length, E, weight.dtype, weight.device)
-                layers.append(cache)
+                spec = CacheSpec(batch_size, G, *sizes, parked_pos, i, self.config, self.rope)
+                layers.append(cache_type.of(spec))
             key_pos = torch.arange(max_seq_length, device=weight.device)
         return Caches(tuple(layers), key_pos, max_seq_length=max_seq_length)
 

@@ -73,9 +73,8 @@ class ModelRunner:
         num_full = (S - 1) // self.chunk * self.chunk
         padded_end = num_full + padded_length(S - num_full)
         self.S = round_up_length(padded_end, self.length_multiple)
-        caches = model.make_caches(B if layers is None else 0, self.S + slack, cache_type)
-        for layer in caches.layers:
-            layer.parked_pos = self.S
+        num_rows = B if layers is None else 0
+        caches = model.make_caches(num_rows, self.S + slack, cache_type, self.S)
         if layers is not None:
             caches = caches._replace(layers=tuple(layers))
         kernel = ExactKernel(row_multiple)
@@ -167,19 +166,24 @@ class Rows(NamedTuple):
     drafter: object  # drafts.base.Drafter
 
 
-def slot_tensors(
-    runners: Sequence[ModelRunner], slot: int | slice, begin: int, end: int
-) -> dict[str, Tensor]:
-    """Name -> view of positions [begin, end) of a slot: keys and values of each layer of these
-    runners, and the hidden states that a draft reads from its target."""
+def slot_caches(runners: Sequence[ModelRunner]) -> dict[str, nn.Module]:
+    """Name -> cache: that of each layer of these runners, and the hidden states that a draft reads
+    from its target."""
     caches = {}
     for i, runner in enumerate(runners):
         for layer, cache in enumerate(runner.caches.layers):
             caches[f"{i}.{layer}"] = cache
         for layer, states in runner.caches.aux_hidden_states.items():
             caches[f"aux.{layer}"] = states
+    return caches
+
+
+def slot_tensors(
+    runners: Sequence[ModelRunner], slot: int | slice, begin: int, end: int
+) -> dict[str, Tensor]:
+    """Name -> view of positions [begin, end) of a slot in all caches of these runners."""
     tensors = {}
-    for name, cache in caches.items():
+    for name, cache in slot_caches(runners).items():
         for part, x in cache.views(slot, begin, end).items():
             tensors[f"{name}.{part}"] = x
     return tensors
@@ -195,6 +199,6 @@ def copy_positions(
 
 
 def clear_positions(runners: Sequence[ModelRunner], slot: int, begin: int, end: int) -> None:
-    """Write zeros over what each position has, because a masked NaN still makes 0 * NaN = NaN."""
-    for x in slot_tensors(runners, slot, begin, end).values():
-        x.zero_()
+    """Empty positions [begin, end) of a slot in all caches."""
+    for cache in slot_caches(runners).values():
+        cache.clear(slot, begin, end)

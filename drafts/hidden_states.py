@@ -59,6 +59,9 @@ class AuxHiddenStates(nn.Module):
         """Positions [begin, end) of these rows, as in KVCache.views."""
         return {"x": self.x[rows, begin:end]}
 
+    def clear(self, row: int, begin: int, end: int) -> None:
+        self.x[row, begin:end] = 0
+
 
 class HiddenStateModel(Transformer):
     """A draft model whose `fuse` makes one state of the target's streams that enter the layers

@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -496,7 +497,8 @@ def test_bytes_are_those_held(kind, folder_of):
     ratio = CACHE_TYPES[kind].position_bytes(4, E, torch.bfloat16) / KVCache.position_bytes(
         4, E, torch.bfloat16
     )
-    assert ratio == (1 if kind == "model" else (E + 4) / (2 * E))
+    if CACHE_TYPES[kind] in CODED:
+        assert ratio == (E + 4) / (2 * E)
 
 
 @pytest.mark.compiled
@@ -609,6 +611,54 @@ def test_a_draft_has_a_class_of_caches_of_its_own(folder_of):
     assert {type(layer) for layer in engine.drafter.runner.caches.layers} == {Ring}
     with pytest.raises(ValueError, match="draft_cache_type = 'int9' must be one of"):
         EngineOptions(draft_cache_type="int9")
+
+
+class Marked(KVCache):
+    """Marks the places that hold a position; -1 marks an empty one."""
+
+    by_position = ("k", "v", "mark")
+    cleared_to: ClassVar = {"mark": -1}
+
+    @classmethod
+    def of(cls, spec):
+        cache = super().of(spec)
+        cache.spec = spec
+        mark = torch.full((spec.B, 1, spec.S), -1)
+        cache.register_buffer("mark", mark, persistent=False)
+        return cache
+
+    def update(self, k, v, pos):
+        self.write(pos, k=k, v=v, mark=pos[:, None])
+
+
+def test_a_buffer_says_what_it_is_cleared_to(folder_of):
+    """For each new text, behind what it takes over from another one; and so do prompt caches."""
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    caches = model.make_caches(2, 20, Marked)
+    tokens = torch.arange(40).view(2, 20)
+    model(tokens, torch.arange(20), caches)
+    clear_positions([SimpleNamespace(caches=caches)], 1, 12, 20)
+    for layer in caches.layers:
+        assert layer.mark[0, 0].tolist() == [*range(20)]
+        assert layer.mark[1, 0].tolist() == [*range(12)] + [-1] * 8
+        assert layer.k[1, :, :12].all() and not layer.k[1, :, 12:].any()
+
+
+def test_a_cache_is_made_for_its_layer(folder_of):
+    """With the model's config and rope, its capacity, and where rows without a text write."""
+    model = load_model(folder_of("mistral-v0.1"), dtype=torch.float32)
+    engine = Engine(model, 3, 100, drafter=ModelDraft(model), speculate_k=2, cache_type=Marked)
+    runner = engine.runner
+    for number, layer in enumerate(runner.caches.layers):
+        spec = layer.spec
+        assert (spec.layer, spec.B, spec.S) == (number, 3, layer.k.size(2))
+        assert spec.config is model.config and spec.rope is model.rope
+        assert spec.parked_pos == layer.parked_pos == engine.state.parked_pos < spec.S
+    draft = engine.drafter.runner
+    assert {type(layer) for layer in draft.caches.layers} == {KVCache}
+    assert draft.caches.layers[0].parked_pos == draft.S
+    alone = model.make_caches(1, 7, Marked).layers[0]
+    assert alone.parked_pos == alone.spec.S == 7  # no row is parked
 
 
 # ----------------------------------------------------------------------------------- what is kept

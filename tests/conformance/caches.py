@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from model import AttentionKernel, KVCache, row_view, visible_keys
-from tests.conformance.targets import one_thread
+from tests.conformance.targets import one_thread, tiny
 
 B, G, H, E = 3, 2, 4, 16
 S = 64  # positions of a text
 K = 4
 SLACK = K + 1  # positions for rows without a text
-CPU = torch.device("cpu")
 
 
 def check_cache(
@@ -47,8 +46,9 @@ class Pair:
     """A cache of B rows, and its twin: keys and values by row and position."""
 
     def __init__(self, cls: type[KVCache], window: int | None, tolerance: float, case: str):
-        self.cache = cls(B, G, S + SLACK, E, torch.float32, CPU)
-        self.cache.parked_pos = S
+        sizes = {"n_heads": H, "n_kv_heads": G, "head_dim": E, "n_layers": 1}
+        model = tiny(0, **sizes, windows=(window,))
+        self.cache = model.make_caches(B, S + SLACK, cls, parked_pos=S).layers[0]
         self.cls = cls
         self.window = window
         self.tolerance = tolerance
@@ -156,8 +156,7 @@ class Pair:
 
     def forget(self, row: int) -> None:
         """Clear a slot, as an engine does before its next text."""
-        for x in self.cache.views(row, 0, S).values():
-            x.zero_()
+        self.cache.clear(row, 0, S)
         self.held[row] = {}
 
 
