@@ -622,6 +622,7 @@ class Config(LlamaConfig):
     expert_bias: bool = False
     router_bias: bool = False
     router_sigmoid: bool = False  # are the experts' scores sigmoids, and not a softmax?
+    router_float32: bool = False  # does the router stay float32 whatever the model's dtype is?
     selection_bias: bool = False  # a bias of each score that counts for the choice alone
     router_norm: bool = True  # do the weights of a token's experts sum to 1?
     routed_scale: float = 1.0  # factor of these weights

@@ -322,7 +322,7 @@ ALWAYS_SPARSE = {
     "mlp_only_layers": ([],),
 }
 # A router as DeepSeek-V3's with one group of experts.
-SIGMOID_ROUTER = {"router_sigmoid": True, "selection_bias": True}
+SIGMOID_ROUTER = {"router_sigmoid": True, "selection_bias": True, "router_float32": True}
 MTP_LAYER = ("model.layers.{n_layers}.",)  # it predicts further ahead
 MIXTRAL_NAMES = {
     "ffn.router": "block_sparse_moe.gate",
@@ -579,6 +579,7 @@ FAMILIES = {
         moe_layer_start_index=1,
         moe_layer_interval=1,
         selection_bias=True,
+        router_float32=True,
         router_norm=True,
         names={"ffn.experts": "mlp.moe_statics.e_score_correction_bias"},
         unused=("model.mtp_",),

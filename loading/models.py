@@ -111,13 +111,14 @@ def same_schemes(
 
 
 def to_dtype(model: Transformer, dtype: torch.dtype) -> Transformer:
-    """The model in this dtype. Where experts have a selection bias, what chooses among them stays
-    float32, as in transformers and vLLM."""
+    """The model in this dtype, but for what chooses among experts where that is float32."""
     model.to(dtype)
-    if model.config.selection_bias:
-        for name, parameter in model.named_parameters():
-            if name.endswith((".selection_bias", ".router.weight")):
-                parameter.data = parameter.data.float()
+    kept = [".selection_bias"]
+    if model.config.router_float32:
+        kept.append(".router.")
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in kept):
+            parameter.data = parameter.data.float()
     return model
 
 

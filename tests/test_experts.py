@@ -20,6 +20,7 @@ from decoding.sampling import Sampling
 from drafts.base import ModelDraft
 from drafts.ngram import NgramDraft
 from drafts.target_layers import layer_subset
+from loading import families
 from loading.checkpoint import load_config, load_model
 from loading.config import config_from_hf
 from loading.saving import save_model
@@ -125,6 +126,23 @@ def test_routers_with_a_selection_bias_stay_in_float32(pack, folder_of):
     assert layer(x).dtype == torch.bfloat16
     want = x.double() @ stored[f"{name}weight"].double().T
     assert (logits[0].double() - want).abs().max() < 1e-5  # bfloat16 is off by 1e-2
+
+
+def test_a_family_says_that_its_routers_stay_in_float32(folder_of, monkeypatch):
+    """Weights and biases, whether or not there is a selection bias; other families' do not."""
+    folder = folder_of("gpt-oss")
+    stored = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.router"
+    record = families.FAMILIES["gpt_oss"]
+    for is_float32 in (True, False):
+        fields = record.fields | {"router_float32": is_float32}
+        monkeypatch.setitem(families.FAMILIES, "gpt_oss", record._replace(fields=fields))
+        layer = load_model(folder, dtype=torch.bfloat16, pack=False).layers[0].ffn
+        x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+        logits = layer.router(x.to(layer.router.weight.dtype))
+        want = x.double() @ stored[f"{name}.weight"].double().T + stored[f"{name}.bias"].double()
+        assert bool((logits.double() - want).abs().max() < 1e-5) == is_float32
+        assert layer(x).dtype == torch.bfloat16
 
 
 def test_routing_is_decided_in_float32():
@@ -377,8 +395,8 @@ def stacked(layer: SparseMoE) -> packed.StackedExperts:
 def test_stacks_are_their_experts(scheme, has_grouped_product, monkeypatch):
     """Grouped by expert, as prompts are: in float32 within rounding of the sum expert by expert."""
     monkeypatch.setattr(packed, "has_grouped_product", lambda x: has_grouped_product)
-    is_wide = scheme and ("int4-g" in scheme or scheme.startswith("mlx"))
-    width = 128 if is_wide else 32  # a ragged group of fp8-g128
+    is_ragged = scheme is None or FORMATS[scheme].ragged
+    width = 32 if is_ragged else max(32, FORMATS[scheme].group)
     limits = {"gate_limit": 7.0, "gate_alpha": 1.702, "dim": width, "expert_dim": width}
     layer = random_experts(expert_bias=True, router_bias=True, **limits)
     x = torch.randn(9, width, generator=torch.Generator().manual_seed(4))
