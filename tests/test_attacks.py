@@ -224,8 +224,8 @@ def test_requests_come_and_go(small):
 # ------------------------------------------------------------------------------------------ drift
 
 
-def keep_every_draft(*args, noise, block):
-    return accept(*args, noise=(noise[0] - 1, noise[1]))
+def keep_every_draft(*args, noise, block, **others):
+    return accept(*args, noise=(noise[0] - 1, noise[1]), **others)
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["as it is", "keeps every draft"])

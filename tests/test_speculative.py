@@ -459,8 +459,8 @@ def test_penalties_blind_to_drafted_tokens_are_caught(monkeypatch):
     assert p_value(sequences(model, drafter_of("model", model), PENALTIES, 3, runs=1), law) < 1e-12
 
 
-def accept_everything(tokens, q, p, generator=None, *, noise, block):
-    return accept(tokens, q, p, noise=(noise[0] - 1, noise[1]))
+def accept_everything(tokens, q, p, *, noise, block, **others):
+    return accept(tokens, q, p, noise=(noise[0] - 1, noise[1]), **others)
 
 
 class DropsTheUnlikely(ModelDraft):
@@ -489,7 +489,7 @@ def test_a_broken_law_is_caught(broken, monkeypatch):
         monkeypatch.setattr(
             speculative,
             "residual",
-            lambda p, q, factor: F.normalize((factor * p - q).abs(), p=1, dim=-1),
+            lambda p, q, factor, **others: F.normalize((factor * p - q).abs(), p=1, dim=-1),
         )
     elif broken == "q(x) = 0":
         monkeypatch.setattr(
@@ -1160,7 +1160,7 @@ def test_a_rule_of_ones_own_decides_what_is_kept(margins):
     assert figures["greedy_text"] == "lossy" and figures["alpha"] == pytest.approx(1.0)
     plain = Engine(target, 1, 60, drafter=ModelDraft(draft), speculate_k=k)
     assert rows_of(target, PROMPTS[:1], engine=plain, max_new_tokens=n) != [want]
-    with pytest.raises(ValueError, match=r"verification = 'all' must be block or token"):
+    with pytest.raises(ValueError, match=r"verification = 'all' must be block or"):
         Engine(target, 1, 60, verification="all")
 
 

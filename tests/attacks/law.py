@@ -744,19 +744,20 @@ def pooled(rows: Sequence[tuple[Case, list[Scores]]]) -> dict:
 # --------------------------------------------------------------------------------------- controls
 
 
-def accept_everything(tokens, q, p, generator=None, *, noise, block):
-    return accept(tokens, q, p, noise=(noise[0] - 1, noise[1]))
+def accept_everything(tokens, q, p, *, noise, block, **others):
+    return accept(tokens, q, p, noise=(noise[0] - 1, noise[1]), **others)
 
 
-def accept_the_last(tokens, q, p, generator=None, *, noise, block):
+def accept_the_last(tokens, q, p, *, noise, block, **others):
     """Right but for one position of the draft."""
     last = torch.arange(tokens.size(1)) == tokens.size(1) - 1
-    return accept(tokens, q, p, noise=(noise[0] - last.float(), noise[1]))
+    return accept(tokens, q, p, noise=(noise[0] - last.float(), noise[1]), **others)
 
 
-def stale_bonus(tokens, q, p, generator=None, *, noise, block):
+def stale_bonus(tokens, q, p, *, noise, block, **others):
     """The bonus token by the law of the position before."""
-    return accept(tokens, q, torch.cat((p[:, :-1], p[:, -2:-1]), dim=1), noise=noise)
+    stale = torch.cat((p[:, :-1], p[:, -2:-1]), dim=1)
+    return accept(tokens, q, stale, noise=noise, **others)
 
 
 class Stale(ModelDraft):
@@ -805,7 +806,7 @@ def keeping(name: str) -> Callable:
 CONTROLS = {  # name -> what is put in place of the code
     "everything is accepted": patched(speculative, "accept", accept_everything),
     "the last of a draft is accepted always": patched(speculative, "accept", accept_the_last),
-    "the residual is p": patched(speculative, "residual", lambda p, q, factor: p),
+    "the residual is p": patched(speculative, "residual", lambda p, *others: p),
     "the draft's noise accepts": patched(speculative, "ACCEPT", DRAFT_DRAW),
     "the bonus by the law before": patched(speculative, "accept", stale_bonus),
 }

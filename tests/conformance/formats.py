@@ -15,7 +15,7 @@ from loading.config import config_from_hf
 from loading.models import random_model
 from loading.saving import save_model
 from tests.conformance.drafters import check
-from weights.formats import FORMATS, Format, dequantize_tensor, quantize_tensor
+from weights.formats import FORMATS, Format, Int4, dequantize_tensor, quantize_tensor
 from weights.linears import QuantizedLinear
 from weights.walker import named_linears
 
@@ -256,11 +256,11 @@ def check_products(
     parts = quantize_tensor(linear.weight, scheme)
     exact = dequantize_tensor(parts, scheme).double()
     zero = torch.zeros(1, 1)
-    is_centered = getattr(FORMATS[scheme], "center", 8) == 0
-    if is_centered:  # whose zero is moved to where the kernel wants it
+    fmt = FORMATS[scheme]
+    if isinstance(fmt, Int4) and fmt.center == 0:  # its zero is moved to where the kernel wants it
         parts["zero"] = parts["zero"].float() + 8 * parts["scale"].float()
-    if "zero" in parts and (scheme.endswith("-float32") or is_centered):
-        zero = parts["zero"].double().repeat_interleave(FORMATS[scheme].group or 1, 1)
+    if "zero" in parts and parts["zero"].dtype == torch.float32:
+        zero = parts["zero"].double().repeat_interleave(fmt.group or 1, 1)
     dtype = linear.weight.dtype
     inputs = [
         torch.randn(M, columns, generator=torch.Generator().manual_seed(M)).to(dtype)
