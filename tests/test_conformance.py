@@ -25,7 +25,8 @@ from drafts.pard import PardDraft
 from drafts.suffix import SuffixDraft
 from drafts.target_layers import WindowedTarget, layer_subset
 from model import KVCache, Transformer
-from tests.conformance import check_cache, check_drafter, check_family, check_format
+from speculative import Rule, accept
+from tests.conformance import check_cache, check_drafter, check_family, check_format, check_rule
 from tests.conformance.targets import V, pair, tiny
 from weights.formats import FORMATS, Symmetric
 from weights.linears import QuantizedLinear
@@ -213,6 +214,111 @@ def test_rows_without_a_draft_must_not_be_accepted(monkeypatch):
     monkeypatch.setattr(speculative, "acceptance", accepts_all)
     with pytest.raises(AssertionError, match=r"look for what .* speculative.accept"):
         check_drafter(DRAFTERS["ngram"])
+
+
+# ------------------------------------------------------------------------------------------ rules
+
+
+class Typical(Rule):
+    """The example of docs/fork.md."""
+
+    def is_typical(self, p):
+        entropy = -(p * p.clamp(min=1e-9).log()).sum(dim=-1, keepdim=True)
+        return p > (0.3 * torch.exp(-entropy)).clamp(max=0.09)
+
+    def keep(self, draft_tokens, q, p, u):
+        return self.is_typical(p).gather(2, draft_tokens[..., None])[..., 0]
+
+    def expected(self, p, q):
+        return (q * self.is_typical(p)).sum(dim=-1)
+
+
+class TokenByToken(Rule):
+    """Algorithm 1, by the methods that a rule of one's own overrides."""
+
+    is_lossless = True
+
+    def keep(self, draft_tokens, q, p, u):
+        drafted = draft_tokens[..., None]
+        ratio = p.gather(2, drafted) / q.gather(2, drafted)
+        return u < ratio[..., 0]
+
+    def next_law(self, p, q):
+        return speculative.residual(p, q)
+
+    def expected(self, p, q):
+        return torch.minimum(p, q).sum(dim=-1)
+
+
+class Accept(Rule):
+    """speculative.accept."""
+
+    is_lossless = True
+
+    def __init__(self, block):
+        self.block = block
+
+    def decide(self, draft_tokens, q, p, noise):
+        return accept(draft_tokens, q, p, noise=noise, block=self.block)
+
+    def expected(self, p, q):
+        return torch.minimum(p, q).sum(dim=-1)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [Accept(True), Accept(False), Typical(), TokenByToken()],
+    ids=lambda rule: type(rule).__name__,
+)
+def test_rules_conform(rule):
+    check_rule(rule)
+
+
+class SaysLossless(Typical):
+    is_lossless = True
+
+
+class DrawsFromTheTarget(TokenByToken):
+    """After a rejection too."""
+
+    def next_law(self, p, q):
+        return p
+
+
+class Hopes(Typical):
+    """Expects all that is likely in the draft."""
+
+    def expected(self, p, q):
+        return q.amax(dim=-1)
+
+
+class KeepsWhatIsNoDraft(TokenByToken):
+    def decide(self, draft_tokens, q, p, noise):
+        q = torch.where(q.amax(dim=-1, keepdim=True) == 0, 1 / q.size(-1), q)
+        return super().decide(draft_tokens, q, p, noise)
+
+
+class OfTheBatch(Typical):
+    """Its threshold is the batch's."""
+
+    def is_typical(self, p):
+        return p > p.mean(dim=0).amax(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "rule, message",
+    [
+        (SaysLossless(), "rounds of 2 tokens do not have the target's law"),
+        (DrawsFromTheTarget(), "at `next_law`, whose token replaces a rejected one"),
+        (Hopes(), "`auto` and reports would go by a wrong number"),
+        (KeepsWhatIsNoDraft(), "of a draft of 1 tokens, behind which q is 0, up to 2 are kept"),
+        (OfTheBatch(), "what it keeps depends on other rows"),
+    ],
+    ids=lambda case: type(case).__name__ if isinstance(case, Rule) else "",
+)
+def test_wrong_rules_are_refused(rule, message):
+    with pytest.raises(AssertionError, match=message):
+        check_rule(rule)
 
 
 # ----------------------------------------------------------------------------------------- caches

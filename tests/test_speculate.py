@@ -7,12 +7,12 @@ import torch
 from test_speculative import PROMPTS, pair
 
 from decoding.engine import Engine
-from decoding.prefill import next_prompt, prefill_draft
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
 from generate import decode
 from loading.checkpoint import load_model
 from speculative import accept, speculate
+from tests.conformance.drafters import OneRow
 from weights.walker import pack_model
 
 SAMPLINGS = {
@@ -24,36 +24,6 @@ KINDS = {
     **dict.fromkeys(("model", "itself", "layers", "window", "ngram1", "suffix"), test_speculative),
     **dict.fromkeys(("eagle", "pard", "dflash", "mtp", "shared"), test_drafts),
 }
-
-
-class OneRow:
-    """A drafter of the engine, as `speculate` asks it. Before it proposes, the caches get what the
-    text has decided since, but for the newest token."""
-
-    def __init__(self, target, drafter, prompt, k: int, S: int):
-        self.engine = Engine(target, 1, S, drafter=drafter, speculate_k=k)
-        self.engine.add_request(prompt, sampling=Sampling(0), max_new_tokens=S - len(prompt))
-        self.request = next_prompt(self.engine)
-
-    def propose(self, text, plan):
-        engine, request = self.engine, self.request
-        state, target, drafter = engine.rows(0, 1)
-        length = text.length
-        request.tokens = text.tokens[0, len(request.prompt) : length].tolist()
-        request.sampling = text.sampling
-        state.tokens[:, :length] = text.tokens[:, :length]
-        state.pos.copy_(text.pos)
-        state.seed.copy_(text.seed)
-        state.values[:] = text.values
-        state.done.fill_(False)
-        state.draft_limit.fill_(plan.k)
-        state.sampling_path = text.sampling_path
-        if request.num_computed < length - 1:
-            target.prefill(state.tokens, request.num_computed, length - 1, engine.chunk)
-            request.num_computed = length - 1
-        prefill_draft(engine, request.slot, length - 1)
-        drafter.expect([request], 0)
-        return drafter.propose(state, plan)
 
 
 def by_token(*args, block: bool, **options):
@@ -96,11 +66,13 @@ def test_an_engine_gives_its_tokens(kind, path, block, k, monkeypatch):
     tokens_of_both(PROMPTS[3], max_new_tokens=S - len(PROMPTS[3]))
 
 
-@pytest.mark.parametrize("family", ["glm-4.5", pytest.param("gpt-oss", marks=pytest.mark.slow)])
-def test_its_text_is_the_plain_loops_in_16_bits(family, folder_of):
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", ["glm-4.5", "gpt-oss"])
+def test_its_text_is_the_plain_loops_in_every_dtype(family, dtype, folder_of):
     """Attention over other lengths, or a prompt in another shape, parts the greedy texts of random
     models."""
-    target = pack_model(load_model(folder_of(family), dtype=torch.bfloat16))
+    target = pack_model(load_model(folder_of(family), dtype=dtype))
     for prompt in ([5, 9, 17], [40, 3, 99, 12, 7, 61, 20]):
         drafter = OneRow(target, NgramDraft(1), prompt, 3, 60)
         options = {"sampling": Sampling(0), "max_new_tokens": 40}

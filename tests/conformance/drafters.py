@@ -2,6 +2,7 @@
 proposes drawn from the distribution that it reports?
 
     recorded, Round     what a drafter was asked, and what it proposed
+    OneRow              a drafter as speculative.speculate asks it
     round_law           the exact law of a round's tokens, by enumeration
     fresh_q             q of a drafter that has read a text as a prompt alone
 """
@@ -17,10 +18,13 @@ import torch
 from torch import Tensor
 
 import speculative
+from decoding.draft_length import DraftLength
 from decoding.engine import Engine
+from decoding.prefill import next_prompt, prefill_draft
 from decoding.sampling import Sampling
 from drafts.base import Draft, Drafter
 from model import Transformer
+from speculative import speculate
 from tests.conformance.targets import PROMPTS, one_thread, pair, plain_text, texts_of, tiny
 from tests.joint_laws import joint_law, martingale, p_value
 
@@ -84,6 +88,37 @@ def made(make: Callable, target: Transformer) -> Drafter:
     return drafter
 
 
+class OneRow:
+    """A drafter of the engine, as `speculate` asks it. Before it proposes, the caches get what the
+    text has decided since, but for the newest token."""
+
+    def __init__(self, target, drafter, prompt, k: int, S: int):
+        self.engine = Engine(target, 1, S, drafter=drafter, speculate_k=k)
+        self.engine.add_request(prompt, sampling=Sampling(0), max_new_tokens=S - len(prompt))
+        self.request = next_prompt(self.engine)
+        self.request.memory.draft_length = DraftLength(k)
+
+    def propose(self, text, plan):
+        engine, request = self.engine, self.request
+        state, target, drafter = engine.rows(0, 1)
+        length = text.length
+        request.tokens = text.tokens[0, len(request.prompt) : length].tolist()
+        request.sampling = text.sampling
+        state.tokens[:, :length] = text.tokens[:, :length]
+        state.pos.copy_(text.pos)
+        state.seed.copy_(text.seed)
+        state.values[:] = text.values
+        state.done.fill_(False)
+        state.draft_limit.fill_(plan.k)
+        state.sampling_path = text.sampling_path
+        if request.num_computed < length - 1:
+            target.prefill(state.tokens, request.num_computed, length - 1, engine.chunk)
+            request.num_computed = length - 1
+        prefill_draft(engine, request.slot, length - 1)
+        drafter.expect([request], 0)
+        return drafter.propose(state, plan._replace(requests=[(0, request)]))
+
+
 def check(holds: bool, message: str) -> None:
     if not holds:
         raise AssertionError(message)
@@ -105,6 +140,7 @@ def check_drafter(
     - Greedy text is that of generate.decode: in batches of unequal prompts, in slots that several
       requests use in turn while others are parked, with stop tokens inside a round, and up to the
       context's end.
+    - At a fixed K, the text of one prompt is that of speculative.speculate, sampled too.
     - A sampled row is what its prompt alone gives.
     - What `propose` returns has the right shapes, and each token is drawn from its q: by the sums
       of what is drawn, against Bernstein's inequality.
@@ -126,6 +162,7 @@ def check_drafter(
         check_draws(rounds)
         check_law(texts, rounds, small, k)
         check_caches(make, large, k, twin)
+        check_one_prompt(make, large, k)
 
 
 # ----------------------------------------------------------------------------------------- greedy
@@ -202,6 +239,27 @@ def logit_gap(model: Transformer, text: list[int]) -> float:
         logits = model(torch.tensor([text]), torch.arange(len(text)))[0, -1]
     best, second = logits.topk(2).values.tolist()
     return best - second
+
+
+def check_one_prompt(make: Callable, model: Transformer, k: int) -> None:
+    prompt = fitting(PROMPTS, model)[0]
+    S = min(MAX_LENGTH, model.config.max_seq_length)
+    drafter = made(make, model)
+    samplings = [Sampling(0), Sampling(1)]
+    if any(isinstance(part, Drafter) for part in drafter.children()):
+        del samplings[1]  # which draft it takes may depend on how many tokens were accepted
+    for sampling in samplings:
+        settings = {"sampling": sampling, "seed": 5, "max_new_tokens": 24}
+        drafter = OneRow(model, made(make, model), prompt, k, S)
+        want = list(speculate(model, drafter, prompt, k=k, **settings))
+        engine = Engine(model, 1, S, drafter=made(make, model), speculate_k=k)
+        (got,) = texts_of(engine, [prompt], **settings)
+        check(
+            got == want,
+            f"temperature {sampling.temperature}, K = {k}: the engine decodes {got}, and"
+            f" speculative.speculate {want}. Look at what `propose` and `prefill` keep between"
+            f" rounds besides the text",
+        )
 
 
 def check_rows_alone(make: Callable, model: Transformer, k: int) -> None:
