@@ -25,7 +25,7 @@ from decoding.settings import LARGEST_SEED, RANDOM_SEED
 from decoding.validation import check_template_kwargs
 from loading.options import DraftOptions, ModelOptions
 from loading.plain_files import is_gguf
-from weights.schemes import check_scheme
+from weights.schemes import check_scheme, scheme_of
 
 MAX_THREADS = 1024  # torch takes minutes to start 5,000, and crashes with 40,000
 TEMPLATE_KEYS = ("chat_template_kwargs", "tools", "prefill")  # they need a conversation
@@ -176,7 +176,7 @@ class QuantizeOptions:
         ):
             need = "only a .gguf file becomes a folder of plain weights without it"
             raise UserError(f"--scheme is missing; {need}")
-        if self.method != "rtn" and not self.scheme.startswith("int4"):
+        if self.method != "rtn" and not scheme_of(self.scheme).has_ranges:
             raise UserError(
                 f"--method {self.method} chooses int4 codes; {self.scheme} takes --method rtn"
             )
