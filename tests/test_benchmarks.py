@@ -225,6 +225,7 @@ def test_races_without_a_draft_have_no_prediction():
     )
 
 
+@pytest.mark.house
 def test_the_tables_of_the_pages_say_what_the_files_say():
     """Figures are measured anew and texts forgotten: the same command that draws the pictures fills
     the tables."""

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import pytest
 from conftest import ROOT
 
+pytestmark = pytest.mark.house
 ROOT_FILES = ("generate.py", "model.py", "speculative.py", "quantize.py", "tp.py")
 ROOMS = ("cli", "decoding", "drafts", "exact", "loading", "weights")
 PRODUCT = [

@@ -121,6 +121,7 @@ def fork(tmp_path_factory):
     return patched(tmp_path_factory.mktemp("fork") / "quickdraft", "muse_glimmer")
 
 
+@pytest.mark.house
 @pytest.mark.parametrize("name, num_lines", [("muse_glimmer", 65), ("k2_horizon", 15)])
 def test_a_family_is_a_diff_of_so_many_lines(name, num_lines):
     lines = (ROOT / "examples" / f"{name}.diff").read_text().splitlines()
@@ -155,6 +156,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.house
 def test_k2_horizon_is_two_rows_and_its_norm(tmp_path):
     """Another family refuses its key, at a value that is not neutral."""
     folder = patched(tmp_path / "quickdraft", "k2_horizon")
@@ -191,6 +193,7 @@ def test_muse_glimmer_is_transformers(fork, tmp_path):
     ), result
 
 
+@pytest.mark.house
 def test_without_the_diff_it_is_refused():
     from loading.config import config_from_hf
 

@@ -9,6 +9,7 @@ import traceback
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
 import torch
 from conftest import ROOT
 
@@ -69,6 +70,7 @@ def imported(file: Path) -> set[str]:
     return {name for name in found if name in NAMES or name.split(".")[0] in PROGRAMS}
 
 
+@pytest.mark.house
 def test_imports_form_a_dag():
     graph = {name: imported(file) - EVERYWHERE for name, file in NAMES.items()}
     tuple(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
@@ -87,6 +89,7 @@ def test_imports_form_a_dag():
             )
 
 
+@pytest.mark.house
 def test_model_knows_nothing_of_its_users():
     tree = ast.parse(NAMES["model"].read_text())
     code = ast.unparse(tree).replace(ast.get_docstring(tree), "")
@@ -101,6 +104,7 @@ def test_model_knows_nothing_of_its_users():
         assert word not in code, word
 
 
+@pytest.mark.house
 def test_nothing_is_rebound():
     """No object has a method put on it from outside, by assignment, setattr or a cloned code
     object; and code is compiled in one place."""
@@ -122,6 +126,7 @@ def test_nothing_is_rebound():
     assert compiled == ["weights.compiling"]
 
 
+@pytest.mark.house
 def test_eight_frames_from_main_to_attention(capsys):
     """Frames of this project, as a hook on attention sees them, its own `forward` the last. README
     names them. Products of packed matrices lie a few frames further, as many as their kernels
@@ -166,6 +171,7 @@ assert state() == before
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.house
 def test_starting_imports_little():
     """The plain loop needs the model and sampling: no loader, tokenizer, command line, engine or
     server. The command line needs no compiler, which is half of a start's time for runs that

@@ -165,6 +165,7 @@ def test_scripts_explain_themselves():
 # ---------------------------------------------------------------------------------------- figures
 
 
+@pytest.mark.house
 def test_readme_is_one_page():
     assert len(README.splitlines()) <= 220 and len(README.split()) <= 2400
 
@@ -174,6 +175,7 @@ def rows(name: str) -> dict[str, dict]:
     return {row["id"]: row for row in results["rows"]}
 
 
+@pytest.mark.house
 def test_figures_are_those_of_the_results_files():
     """In sentences of all pages, digit for digit. Tables have a test in test_benchmarks.py."""
     cpu = rows("cpu")
@@ -215,6 +217,7 @@ def test_figures_are_those_of_the_results_files():
     assert drift["total"].startswith("0 flips") and drift["total"].endswith("bits differ in 0")
 
 
+@pytest.mark.house
 def test_sizes_are_true():
     """Within a twentieth. `python -m tests.runs` writes the table of files anew."""
     core = sum(runs.num_lines(name) for name in runs.CORE)
@@ -238,6 +241,7 @@ def test_sizes_are_true():
         )
 
 
+@pytest.mark.house
 def test_the_table_of_files_is_true():
     """Every file of the root and every folder of code is in it; minutes follow from lines."""
     section = README[README.index("## Read it in this order") :].split("\n## ")[0]
@@ -257,6 +261,7 @@ def test_the_table_of_files_is_true():
     assert [name for name, *_ in table][: len(runs.CORE)] == list(runs.CORE)
 
 
+@pytest.mark.house
 def test_forks_take_as_many_lines_as_the_page_states():
     """A sampler, a format, a drafter and a family: the lines of the idea, without imports and
     use."""
@@ -290,6 +295,7 @@ def test_forks_take_as_many_lines_as_the_page_states():
 # ------------------------------------------------------------------------------------------ lists
 
 
+@pytest.mark.house
 def test_lists_are_those_of_the_tests_tables():
     """`python -m tests.runs` writes them anew."""
     marked = re.findall(r"<!-- runs (\w+) -->", "".join(PAGES.values()))
@@ -297,6 +303,7 @@ def test_lists_are_those_of_the_tests_tables():
     assert all(runs.filled(page) == page for page in PAGES.values())
 
 
+@pytest.mark.house
 def test_every_flag_has_its_line(capsys):
     with pytest.raises(SystemExit):
         parse_args(["--help"])
@@ -306,6 +313,7 @@ def test_every_flag_has_its_line(capsys):
     ), absent
 
 
+@pytest.mark.house
 def test_every_key_of_json_has_its_line(capsys):
     """Keys of a line that goes in, and of an object that comes out."""
     flags = [
@@ -326,6 +334,7 @@ def test_every_key_of_json_has_its_line(capsys):
     assert not (absent := {key for key in keys if f"`{key}`" not in page}), absent
 
 
+@pytest.mark.house
 def test_links_lead_somewhere():
     """From a page to a file, and to a heading where a link has one. README links to every page."""
 
@@ -345,6 +354,7 @@ def test_links_lead_somewhere():
     assert PAGES.keys() - {"README.md"} <= linked
 
 
+@pytest.mark.house
 def test_set_up_is_two_commands_and_ci_runs_the_second():
     install = [line for block in BLOCKS for line in block.splitlines() if "pip install -r" in line]
     assert len(install) == 2
