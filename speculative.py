@@ -327,6 +327,7 @@ def decode_round(
     state: nn.Module,
     draft_tokens: Tensor | None = None,
     draft_probs: Tensor | None = None,
+    records_logprobs: bool = False,
 ) -> None:
     """The step of a batch: one pass over the last token of every row and its K drafted ones (B, K),
     drawn from draft_probs (B, K, V), decides 1 to K + 1 tokens of every row that is not done.
@@ -344,7 +345,7 @@ def decode_round(
         state.tokens.scatter_(1, pos[:, 1:], draft_tokens)
     tokens = state.tokens.gather(1, pos)  # (B, K + 1)
     h = model.hidden(tokens, pos, caches)  # (B, K + 1, D)
-    decide(state, model.head(h), draft_tokens, draft_probs)
+    decide(state, model.head(h), draft_tokens, draft_probs, records_logprobs)
 
 
 def decide(
@@ -352,6 +353,7 @@ def decide(
     logits: Tensor,
     draft_tokens: Tensor | None = None,
     draft_probs: Tensor | None = None,
+    records_logprobs: bool = False,
 ) -> None:
     """Draw from the logits (B, K + 1, V) of the last token and K drafted ones, as `decode_round`
     has them, and append what is decided to every row that is not done."""
@@ -370,7 +372,8 @@ def decide(
     else:
         p = sampling.distribution(processed, state.sampling_path, state.values)
         n, decided = verify(state, p, to_draw, draft_tokens, draft_probs)  # (B,), (B, K + 1)
-    state.record_logprobs(logits, processed, decided, draft_probs)
+    if records_logprobs:
+        state.record_logprobs(logits, processed, decided, draft_probs)
     state.commit(decided, n)
 
 

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.gpu_step import FixedDraft, larger_chunks
 from benchmarks.shapes import GPU_SHAPES, config_json, scheme_of
 from decoding.engine import Engine
+from decoding.planner import Step
 from decoding.sampling import Sampling
 from loading.config import config_from_hf
 from loading.models import empty_model, same_schemes
@@ -78,7 +79,7 @@ def generate(engine: Engine, k: int) -> tuple[str, float]:
 
     rows = engine.rows(0, 1)
     start = time.process_time()
-    _, codes = run_and_get_code(engine.run, rows, FILLED, k)
+    _, codes = run_and_get_code(engine.run, Step(rows, FILLED, k))
     seconds = time.process_time() - start
     return max(codes, key=len), seconds
 

@@ -37,6 +37,7 @@ from benchmarks.shapes import K, counting_model, mislead
 from benchmarks.workers import race, race_rows
 from decoding.costs import Costs
 from decoding.engine import Engine
+from decoding.planner import Step
 from decoding.readback import step_times, synchronize
 from decoding.sampling import GREEDY, Sampling
 from drafts.base import ModelDraft
@@ -262,7 +263,7 @@ class Speculation:
         """A race for each of args.rounds prompts. Only the loop's own reading of events may wait
         for the device. ValueError if rounds decide other tokens than plain steps."""
         options = {"sampling": Sampling(0), "max_new_tokens": 24 if self.args.tiny else 256}
-        forbid = functools.partial(forbid_sync_and_recompile, self.engine.device)
+        forbid = functools.partial(forbid_sync_and_recompile, self.engine.runner.device)
         vocab_size = self.engine.model.config.vocab_size
         self.engine.planner.costs = measure_costs(self.args, self.engine)
         races = []
@@ -285,8 +286,8 @@ def measure_costs(args: argparse.Namespace, engine: Engine) -> Costs:
     for k in (0, K):
         steps = []
         for _ in range(args.steps + gpu_step.UNCOUNTED):
-            steps.append(engine.run(rows, args.filled, k))
-        synchronize(engine.device)
+            steps.append(engine.run(Step(rows, args.filled, k)))
+        synchronize(engine.runner.device)
         # (draft, verify) seconds
         times[k] = [step_times(step) for step in steps[gpu_step.UNCOUNTED :]]
     draft_s = statistics.median(draft_s for draft_s, _ in times[K])

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from benchmarks.shapes import GPU_SHAPES, TINY, K, config_json, scheme_of
 from cli.report import attended_bytes, position_bytes, weight_bytes
 from decoding.engine import Engine
+from decoding.planner import Step
 from decoding.readback import seconds_between, synchronize, timestamp
 from decoding.sampling import Sampling
 from drafts.base import Draft, Drafter
@@ -246,7 +247,7 @@ class Contender:
         start = time.perf_counter()
         with self.active():
             for k in (*self.ks, *self.ks, *self.ks):  # compile, record, replay
-                self.engine.run(self.rows, n, k)
+                self.engine.run(Step(self.rows, n, k))
         synchronize(self.device)
         return time.perf_counter() - start
 
@@ -269,9 +270,8 @@ class Contender:
     def run(self, count: int, k: int = 0) -> list[float]:
         """Seconds of each of `count` steps, or verifications of k drafted tokens, back to back."""
         with self.active():
-            return time_calls(
-                self.device, lambda: self.engine.run(self.rows, self.args.filled, k), count
-            )
+            step = Step(self.rows, self.args.filled, k)
+            return time_calls(self.device, lambda: self.engine.run(step), count)
 
     def bytes(self) -> int:
         """Bytes that one step reads."""

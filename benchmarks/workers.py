@@ -25,6 +25,7 @@ from benchmarks.record import row
 from benchmarks.shapes import SMALL, TINYLLAMA, K, counting_model, scheme_of
 from cli.report import attended_bytes, position_bytes, speculative, weight_bytes
 from decoding.engine import Engine
+from decoding.planner import Step
 from decoding.runner import Rows
 from decoding.sampling import GREEDY, Sampling
 from decoding.scheduler import Request
@@ -91,9 +92,10 @@ class Contender:
     def verify(self, filled: int) -> dict:
         """Median seconds of verifying K drafted tokens, and of a plain step, in turn."""
         if self.verifying_engine is None:
-            options = {"compile": self.engine.compile, "drafter": NgramDraft(), "speculate_k": K}
+            compile = self.engine.runner.compile
+            options = {"compile": compile, "drafter": NgramDraft(), "speculate_k": K}
             self.verifying_engine = Engine(self.model, 1, self.engine.max_seq_length, **options)
-            if self.engine.compile:
+            if compile:
                 self.verifying_engine.warm_up(GREEDY)
         costs = self.verifying_engine.calibrate(Sampling(0), filled)
         return {"seconds": costs.verify_s[K], "plain": costs.decode_s}
@@ -123,7 +125,7 @@ def median_step(engine: Engine, filled: int, steps: int) -> float:
     seconds, rows = [], fill_slots(engine, filled, steps)
     for step in range(steps):
         start = time.perf_counter()
-        engine.run(rows, filled + step)
+        engine.run(Step(rows, filled + step))
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
 

@@ -80,7 +80,7 @@ class RowAnswer(Answer):
             "ttft_s": request.ttft_s,
             "prefill_tok_s": rate(timing.prompt_tokens, request.prefill_s),
             "bandwidth_gb_s": rate(bytes_read(engine, timing), timing.decode_s) / 1e9,
-            "peak_memory_gb": peak_memory_gb(engine.device),
+            "peak_memory_gb": peak_memory_gb(engine.runner.device),
             "speculative": speculative(engine, timing),
         }
         if request.top_logprobs:

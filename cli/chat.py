@@ -25,6 +25,7 @@ from decoding.sampling import Sampling
 from decoding.settings import DEFAULT_NEW_TOKENS
 from generate import LLM
 from loading.tokenizer import conversation_ids
+from tp import ranks_of
 
 HELP = """/reset      start a new conversation
 /undo       forget the last message and its answer
@@ -93,7 +94,7 @@ class Conversation:
     def __init__(self, llm: LLM, options: Options):
         self.defaults = options.requests
         self.tokenizer = llm.tokenizer
-        self.ranks = llm.engine.ranks
+        self.ranks = ranks_of(llm.engine.model)
         self.limit = llm.engine.max_seq_length
         system = options.prompts.system
         self.opening = [{"role": "system", "content": system}] if system else []
@@ -189,7 +190,7 @@ def chat(llm: LLM, options: Options) -> None:
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a byte that is no UTF-8 ends no chat
     conversation = Conversation(llm, options)
-    ranks = llm.engine.ranks
+    ranks = ranks_of(llm.engine.model)
     if llm.tokenizer.template is None:
         print_status("this folder has no chat template: chatting as plain text")
     print_status(f"context of {limit} positions; /help lists the commands")
@@ -214,8 +215,8 @@ def chat(llm: LLM, options: Options) -> None:
 def say_what_compiling_gains(llm: LLM) -> None:
     """On a terminal, after answers in eager steps on a CPU (docs/measured.md has the figures)."""
     engine = llm.engine
-    is_eager = engine.device.type == "cpu" and not engine.compile
-    if is_eager and engine.next_id and sys.stderr.isatty():
+    is_eager = engine.runner.device.type == "cpu" and not engine.runner.compile
+    if is_eager and engine.scheduler.next_id and sys.stderr.isatty():
         print_status("steps ran eagerly; --compile makes them faster, and its first start longer")
 
 

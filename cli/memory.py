@@ -8,8 +8,8 @@ import torch
 from cli.errors import free_memory
 from cli.options import Options
 from cli.report import cached_bytes
-from decoding.engine import cache_class
 from decoding.errors import UserError
+from decoding.runner import cache_class
 from loading.checkpoint import Checkpoint
 from loading.draft_types import draft_type_of
 from loading.models import empty_model, pick_dtype, same_schemes

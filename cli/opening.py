@@ -19,8 +19,9 @@ from cli.options import Options
 from cli.prompts import Prompt, Row, encode_all
 from cli.report import cached_bytes
 from cli.running import warm_up
-from decoding.engine import Engine, cache_class
+from decoding.engine import Engine
 from decoding.errors import UserError
+from decoding.runner import cache_class
 from decoding.sampling import PATHS as SAMPLING_PATHS
 from decoding.sampling import Sampling
 from decoding.settings import DEFAULT_LENGTH
@@ -108,7 +109,7 @@ def warm_up_for_later(engine: Engine, sampling: Sampling) -> None:
     paths = SAMPLING_PATHS
     if engine.runner.uses_cuda_graphs:
         paths = [sampling.path]
-        engine.row_counts = [1]
+        engine.planner.row_counts = [1]
         print_status("steps of several prompts and of other samplings compile when first needed")
     warm_up(engine, sampling, paths)
 

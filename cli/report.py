@@ -19,6 +19,7 @@ from decoding.engine import Engine
 from decoding.scheduler import Request
 from decoding.statistics import Timing, TokenRecord
 from model import KVCache, SparseMoE, Transformer
+from tp import ranks_of
 from weights.walker import quantized_linears
 
 # Where a token came from.
@@ -282,7 +283,7 @@ def decode_line(timings: Sequence[Timing], engine: Engine) -> str:
     """Rates of the steps after the prompt."""
     tokens = [rate(decided(timing.requests), timing.decode_s) for timing in timings]
     gigabytes = [rate(bytes_read(engine, timing), timing.decode_s) / 1e9 for timing in timings]
-    per_rank = " by each rank" if engine.ranks.world > 1 else ""
+    per_rank = " by each rank" if ranks_of(engine.model).world > 1 else ""
     return (
         f"decode {median_and_range(tokens)} tok/s, {median_and_range(gigabytes)} GB/s"
         f" read{per_rank}"
@@ -306,5 +307,5 @@ def report(timings: Sequence[Timing], engine: Engine) -> None:
     if stepped and engine.drafter is not None:
         lines += summary(speculative(engine, total))
         lines += outgrown(total, engine.drafter.max_positions)
-    lines.append(f"peak memory {peak_memory_gb(engine.device):.2f} GB")
+    lines.append(f"peak memory {peak_memory_gb(engine.runner.device):.2f} GB")
     print(*lines, sep="\n", file=sys.stderr)

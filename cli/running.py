@@ -24,14 +24,14 @@ from generate import LLM
 def warm_up(engine: Engine, sampling: Sampling, paths: Sequence[str]) -> None:
     """Compile the steps of these sampling paths if the engine compiles; with a drafter, measure
     the costs of steps."""
-    if engine.compile:
+    if engine.runner.compile:
         for path in paths:
-            step = f"the {path} step for batch {max(engine.row_counts)}"
+            step = f"the {path} step for batch {max(engine.planner.row_counts)}"
             with compiling(step):
                 seconds = engine.warm_up(path)
             print_status(f"compiled {step} in {seconds:.1f} s")
     if engine.planner.ks:
-        with defer_interrupts() if engine.compile else contextlib.nullcontext():
+        with defer_interrupts() if engine.runner.compile else contextlib.nullcontext():
             engine.calibrate(sampling)
 
 

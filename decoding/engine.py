@@ -2,7 +2,6 @@
 get alone.
 
     Engine          slots for requests: add_request, step, abort; warm_up, calibrate
-    cache_class     what EngineOptions call a type of caches
 
 generate.decode is the same loop for one prompt and nothing else; read it first. `Engine.step` is
 this file's center: it runs the prompts that wait (prefill.py), plans one step for the requests that
@@ -34,29 +33,18 @@ from decoding.prefill import (
     prefill_draft,
 )
 from decoding.readback import Readback, StepResult, timestamp
-from decoding.runner import PREFILL_CHUNK, ModelRunner, Rows
+from decoding.runner import PREFILL_CHUNK, Rows, target_runner
 from decoding.sampling import Sampling
 from decoding.scheduler import Request, Scheduler, Status
 from decoding.state import MAX_STOP_IDS, State
 from decoding.statistics import Timing
 from decoding.warmup import calibrate, lengths_to_calibrate, warm_up
-from drafts.base import CustomDraft, Draft, Drafter, drafter_view, no_draft
-from model import KVCache, Transformer, row_view
+from drafts.base import CustomDraft, Drafter, propose
+from model import Transformer
 from speculative import Plan, decode_round
 from tp import ranks_of
-from weights.compiling import StepCompiler, compiled
+from weights.compiling import StepCompiler
 from weights.walker import batch_invariant_rows
-
-
-def cache_class(cache_type: str | type[KVCache]) -> type[KVCache]:
-    """The class of caches for the `cache_type` of EngineOptions."""
-    if cache_type == "model":
-        return KVCache
-    if isinstance(cache_type, str):
-        from decoding.kv_8bit import CACHE_TYPES
-
-        return CACHE_TYPES[cache_type]
-    return cache_type
 
 
 class Engine:
@@ -85,84 +73,45 @@ class Engine:
         self.model = model
         self.batch_size = batch_size
         self.max_seq_length = max_seq_length
-        self.device = model.norm.weight.device
-        self.ranks = ranks_of(model)
         if not (drafter is None or isinstance(drafter, Drafter)):
             drafter = CustomDraft(drafter)
         self.drafter = drafter
-        self.compile = self.device.type == "cuda" if options.compile is None else options.compile
         ks = draft_lengths(options, drafter)
         max_k = max(ks, default=0)
-        self.runner = self.make_runner(slack=max_k + 1)
-        self.planner = Planner(options, ks, drafter, self.runner)
-        self.chunk = self.runner.chunk
+        # K + 1 positions of slack, because a round may run past the context's end.
+        self.runner = target_runner(model, batch_size, max_seq_length, max_k + 1, options)
         self.runners = [self.runner]  # models with separate caches; prompts run through each
+        device = self.runner.device
+        ranks = ranks_of(model)
         with torch.inference_mode(False):
             self.state = State(
                 batch_size,
                 self.runner.S,
-                self.device,
+                device,
                 max_k,
-                self.ranks,
+                ranks,
                 options,
                 model.config.vocab_size,
             )
-        self.maybe_compile = StepCompiler(self.device, self.compile)
+        self.maybe_compile = StepCompiler(device, self.runner.compile)
         if drafter is not None:
             drafter.owner = weakref.ref(self)  # a cycle would keep both until a collection
             drafter.setup(self.state, max_k, self.runner, self.maybe_compile)
             if drafter.window:
                 self.runners.append(drafter.runner)
+        # rows(begin, end): these slots as a batch. Views are made once.
+        self.rows = functools.cache(Rows(self.state, self.runner, drafter).view)
         # Is greedy output bitwise equal regardless of the drafter and of what else is in the batch?
         has_invariant_rows = batch_size * (max_k + 1) <= batch_invariant_rows(model)
-        is_alone = self.ranks.world == 1
+        is_alone = ranks.world == 1
         self.identical = self.runner.attends_alike and is_alone and has_invariant_rows
-        # Of steps that `warm_up` compiles and `calibrate` measures. Others compile when needed, and
-        # their costs are taken to lie between, in proportion.
-        self.row_counts = sorted({1, batch_size})
-        self.views: dict[tuple[int, int], Rows] = {}
+        self.planner = Planner(options, ks, drafter, self.runner)
         self.scheduler = Scheduler(batch_size, self.runner.cache_type.keeps_prefixes)
-        self.next_id = 0
         self.requests: dict[int, Request] = {}  # by id, until they end
-        self.readback = Readback(self.device, self.ranks.timeout_s)
+        self.readback = Readback(device, ranks.timeout_s)
         draft_model = None if drafter is None else drafter.model
         advice = getattr(draft_model, "advice", None)
         self.meter = Meter(drafter is not None or max_k > 0, advice)
-
-    def make_runner(self, slack: int) -> ModelRunner:
-        """The runner with the model's caches, which hold K + 1 positions of `slack`, because a
-        round may run past the context's end."""
-        options = self.options
-        compiles_prompts = options.compile_prompts
-        if compiles_prompts is None:
-            compiles_prompts = self.compile
-        compile_prompts = None
-        if compiles_prompts:
-            compile_prompts = functools.partial(compiled, device=self.device, prompts=True)
-        runner = ModelRunner(
-            self.model,
-            self.batch_size,
-            self.max_seq_length,
-            slack,
-            compile=self.compile,
-            compile_prompts=compile_prompts,
-            cache_type=cache_class(options.cache_type),
-        )
-        runner.draft_cache_type = cache_class(options.cache_type_for_drafts())
-        return runner
-
-    def rows(self, begin: int, end: int) -> Rows:
-        """Slots [begin, end) as a batch: views of the engine's tensors."""
-        if (begin, end) not in self.views:
-            with torch.inference_mode(False):
-                drafter = self.drafter
-                if drafter is not None:
-                    drafter = drafter_view(drafter, begin, end)
-                state = row_view(self.state, begin, end)
-                self.views[begin, end] = Rows(state, self.runner.row_view(begin, end), drafter)
-        rows = self.views[begin, end]
-        rows.state.return_logprobs = self.state.return_logprobs
-        return rows
 
     # ------------------------------------------------------------------------------------ requests
 
@@ -196,7 +145,7 @@ class Engine:
         validation.check_settings(self.model, sampling, seed, stop_ids, MAX_STOP_IDS)
         validation.check_logprobs(prompt_logprobs, self.model.config.vocab_size)
         request = Request(
-            self.next_id,
+            self.scheduler.next_id,
             prompt,
             sampling,
             max_new_tokens,
@@ -206,7 +155,6 @@ class Engine:
             grammar,
             prompt_logprobs,
         )
-        self.next_id += 1
         self.planner.assign_memory(request, self.requests.values())
         self.requests[request.id] = request
         self.scheduler.add(request)
@@ -247,7 +195,7 @@ class Engine:
         seeds = validation.value_per_row("seed", seed, len(prompts))
         validation.check_lengths(self.model, prompts, budgets, self.max_seq_length)
         stop_ids = frozenset(stop_ids)
-        ids = range(self.next_id, self.next_id + len(prompts))
+        ids = range(self.scheduler.next_id, self.scheduler.next_id + len(prompts))
         try:
             for prompt, sampling, budget, seed in zip(prompts, samplings, budgets, seeds):
                 self.add_request(
@@ -284,7 +232,7 @@ class Engine:
         else:
             self.state.park(request.slot.index)
             # At least what `padded_length` adds to a chunk.
-            num_padding = max(PREFILL_CHUNK, self.chunk) // 8
+            num_padding = max(PREFILL_CHUNK, self.runner.chunk) // 8
             # Positions past the text that steps in flight may write, and the step that decided its
             # end; one more step to spare.
             num_written = (self.readback.host_lag + 2) * (self.planner.max_k + 1)
@@ -300,7 +248,7 @@ class Engine:
         try:
             was_idle = not self.scheduler.decoding()
             events = []
-            budget = self.chunk
+            budget = self.runner.chunk
             while budget > 0 and (request := next_prompt(self)) is not None:
                 budget -= prefill(self, request)
                 events += self.read()
@@ -320,8 +268,7 @@ class Engine:
                 for request in requests:
                     prefill_draft(self, request.slot, request.num_positions - 1)
             step = self.make_step(requests, plans)._replace(begin_s=begin_s, draft_s=draft_s)
-            result = self.run(step.rows, step.length, step.k, step.drafting)
-            self.readback.send(result, step)
+            self.readback.send(self.run(step), step)
             return events + self.read()
         except BaseException as error:
             self.reset(error if isinstance(error, Exception) else None)
@@ -347,54 +294,46 @@ class Engine:
         """The next step of these requests, which drafts as planned; some that were planned for may
         have ended since."""
         begin, end = self.planner.row_range(requests)
+        k = max(plan.k for plan in plans)
         limits = {}
         for plan in plans:
             for request in plan.requests:
-                limits[request] = plan.k
+                limits[request] = plan.k * request.may_draft
                 request.is_draft_behind = not plan.fills_cache
         for request in requests:
             request.num_launched += 1
         rows = self.rows(begin, end)
         running = [(request.slot.index - begin, request) for request in requests]
-        rows.state.prepare_step(running, limits)
-        length = self.planner.max_length(requests, self.readback.steps)
-        return Step(running, rows, length, plans, self.planner.costs)
+        rows.state.prepare(running, limits if k else {})
+        return Step(
+            rows,
+            self.planner.max_length(requests, self.readback.steps),
+            k,
+            running,
+            drafts_unevenly=any(limits[request] < k for request in requests),
+            records_logprobs=self.planner.records_logprobs,
+            plans=plans,
+            costs=self.planner.costs,
+        )
 
-    def run(
-        self, rows: Rows, length: int, k: int = 0, requests: Sequence[tuple[int, Request]] = ()
-    ) -> StepResult:
-        """Run one step on rows of at most `length` decided positions. It drafts k tokens for these
-        (row, request) pairs."""
-        state, target, _ = rows
-        start = drafted = timestamp(self.device)
-        draft = ()
+    def run(self, step: Step) -> StepResult:
+        """Launch a step: the drafter proposes K tokens, unless it is a plain one, and one pass of
+        the model decides."""
+        state, target, drafter = step.rows
+        k = step.k
+        start = drafted = timestamp(target.device)
+        draft = (None, None)
         if k > 0:
-            draft = self.propose(rows, Plan(k, length, requests))
-            drafted = timestamp(self.device)
-            state.write_masks(draft.tokens)
-        step = self.maybe_compile(decode_round, state, k)
-        step(self.model, target.slice_to(length + k), state, *draft)
-        return self.result(rows, k, (start, drafted, timestamp(self.device)))
-
-    def propose(self, rows: Rows, plan: Plan) -> Draft:
-        """The drafter's proposal, cut off in each row where its draft ends."""
-        state, _, drafter = rows
-        if drafter is None:  # of a fixed width
-            return no_draft(state, plan.k, self.model.config.vocab_size)
-        draft = Draft(*drafter.propose(state, plan))
-        num_drafted = draft.tokens.size(1)
-        assert num_drafted == plan.k, f"{num_drafted} tokens were drafted instead of {plan.k}"
-        if state.all_draft:
-            return draft
-        may_draft = state.positions_to_draft(plan.k)  # (B, K)
-        return Draft(draft.tokens, torch.where(may_draft[..., None], draft.q, 0))
-
-    def result(self, rows: Rows, k: int, times: tuple = ()) -> StepResult:
-        """The tensors of a step that the host reads."""
-        state = rows.state
-        logprobs = (state.top_logprobs, state.token_probs) if state.return_logprobs else ()
-        drafting = (state.num_drafted, state.accepted, state.overlap, state.drafted)
-        return StepResult(k, times, state.out, state.num_decided, *drafting, *logprobs)
+            draft = propose(drafter, state, Plan(k, step.length, step.drafting))
+            if step.drafts_unevenly:
+                draft = draft.limited(state.draft_limit)
+            drafted = timestamp(target.device)
+            state.write_masks(step.requests, draft.tokens)
+        records = step.records_logprobs
+        decide_step = self.maybe_compile(decode_round, state, k, records)
+        decide_step(self.model, target.slice_to(step.length + k), state, *draft, records)
+        times = (start, drafted, timestamp(target.device))
+        return StepResult.of(state, k, times, records)
 
     # ------------------------------------------------------------------------------------- results
 
@@ -444,7 +383,7 @@ class Engine:
         lengths = lengths_to_calibrate(self.max_seq_length) if length is None else [length]
         planner = self.planner
         planner.measured_costs = calibrate(self, sampling, lengths, rounds)
-        planner.costs = costs_at(planner.measured_costs[max(self.row_counts)], 0)
+        planner.costs = costs_at(planner.measured_costs[max(planner.row_counts)], 0)
         return planner.costs
 
     def __reduce__(self):

@@ -23,18 +23,16 @@ from drafts.base import Drafter
 class Step(NamedTuple):
     """One decode step or round, or the end of a prompt, which decides a first token."""
 
-    requests: list[tuple[int, Request]]  # (row, request) of those that it advances
     rows: Rows  # the slots that run
     length: int  # a bound on the decided positions of a row before the step
+    k: int = 0  # drafted tokens; 0: a plain step
+    requests: Sequence[tuple[int, Request]] = ()  # (row, request) of those that it advances
+    drafts_unevenly: bool = False  # do rows draft fewer than k, as their draft_limit says?
+    records_logprobs: bool = False
     plans: Sequence[MemoryPlan] = ()  # one for each memory of its requests
     costs: Costs | None = None  # of all its rows
     begin_s: float = 0.0  # time.perf_counter as the host began to plan it
     draft_s: float = 0.0  # seconds that the host then drafted
-
-    @property
-    def k(self) -> int:
-        """Drafted tokens; 0: a plain step."""
-        return max(plan.k for plan in self.plans)
 
     @property
     def drafting(self) -> list[tuple[int, Request]]:
@@ -62,6 +60,11 @@ class Planner:
         self.speculate_k = options.speculate_k if ks else 0
         self.ks = ks
         self.max_k = max(ks, default=0)
+        # Do steps record log-probabilities? A program may pause this while no answer needs them.
+        self.records_logprobs = options.logprobs is not None
+        # Of steps that `warm_up` compiles and `calibrate` measures. Others compile when needed, and
+        # their costs are taken to lie between, in proportion.
+        self.row_counts = sorted({1, runner.B})
         self.drafter = drafter
         self.runner = runner
         self.memories = Memories() if drafter is None else drafter.memories

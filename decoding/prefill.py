@@ -18,7 +18,7 @@ from torch import Tensor
 from decoding.logits import top_logprobs
 from decoding.memory import MemoryPlan
 from decoding.planner import Step
-from decoding.readback import timestamp
+from decoding.readback import StepResult, timestamp
 from decoding.runner import PREFILL_CHUNK, clear_positions, copy_positions
 from decoding.scheduler import Request, Slot, Status
 from model import Transformer
@@ -58,10 +58,12 @@ def prefill(engine, request: Request) -> int:
     decides the first token. If a prefix was reused and only the prompt's last token is left, it
     joins the next decode step, provided that there are other requests. An engine that runs rounds
     does not do this: a round may take the first token from a draft instead."""
-    begin = timestamp(engine.device)
+    device = engine.runner.device
+    chunk = engine.runner.chunk
+    begin = timestamp(device)
     slot = request.slot
-    end = min(request.num_computed + engine.chunk, request.num_positions)
-    min_cost = PREFILL_COST.get(engine.device.type, PREFILL_CHUNK // 2)
+    end = min(request.num_computed + chunk, request.num_positions)
+    min_cost = PREFILL_COST.get(device.type, PREFILL_CHUNK // 2)
     cost = max(end - request.num_computed, min_cost)
     is_last_chunk = end == request.num_positions
     if is_last_chunk:
@@ -73,25 +75,27 @@ def prefill(engine, request: Request) -> int:
     rows = engine.rows(slot.index, slot.index + 1)
     state = rows.state
     running = [(0, request)]
+    records = engine.planner.records_logprobs
     try:
-        h = rows.target.prefill(state.tokens, request.num_computed, end, engine.chunk)  # (1, T, D)
+        h = rows.target.prefill(state.tokens, request.num_computed, end, chunk)  # (1, T, D)
         prefill_draft(engine, slot, end)
         record_prompt(request, engine.model, h)
         request.num_computed = end
         if is_last_chunk:
-            state.prepare_step(running)
-            decide(state, engine.model.head(h[:, -1:]))
+            state.prepare(running)
+            decide(state, engine.model.head(h[:, -1:]), records_logprobs=records)
     except (RuntimeError, ValueError) as error:
         if lost_contact(error):
             raise
         request.error = error
         engine.finish(request, "error")
         return cost
-    request.prefill_times.append((begin, timestamp(engine.device)))
+    request.prefill_times.append((begin, timestamp(device)))
     if is_last_chunk:
         request.num_launched = len(request.tokens) + 1
-        step = Step(running, rows, end, [MemoryPlan(request.memory, (request,))])
-        engine.readback.send(engine.result(rows, k=0), step)
+        plans = [MemoryPlan(request.memory, (request,))]
+        step = Step(rows, end, requests=running, records_logprobs=records, plans=plans)
+        engine.readback.send(StepResult.of(state, 0, records_logprobs=records), step)
     return cost
 
 

@@ -39,6 +39,13 @@ class StepResult(NamedTuple):
     top_logprobs: list | Tensor | None = None
     token_probs: list | Tensor | None = None
 
+    @classmethod
+    def of(cls, state, k: int, times: tuple = (), records_logprobs: bool = False) -> "StepResult":
+        """What a step that drafted k tokens left in a State."""
+        logprobs = (state.top_logprobs, state.token_probs) if records_logprobs else ()
+        drafting = (state.num_drafted, state.accepted, state.overlap, state.drafted)
+        return cls(k, times, state.out, state.num_decided, *drafting, *logprobs)
+
     def ids_of(self, row: int) -> list[int]:
         """The tokens that a row got."""
         return self.tokens[row][: self.num_decided[row]]

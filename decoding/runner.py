@@ -1,6 +1,7 @@
 """A model with its caches: how a prompt runs, and how far a step attends.
 
-ModelRunner         a model and caches of B rows and S positions
+ModelRunner         a model and caches of B rows and S positions;  target_runner makes an engine's
+cache_class         what EngineOptions call a type of caches
 Rows                a range of slots as a batch
 slot_tensors        some positions of a slot in all caches, by name; copy_positions and
                     clear_positions write to them
@@ -8,17 +9,18 @@ slot_tensors        some positions of a slot in all caches, by name; copy_positi
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from decoding.options import EngineOptions
 from decoding.split_kv import CHUNK, MIN_KEYS, GraphKernel, has_efficient_kernel
 from decoding.state import State
 from exact.attention import ExactKernel, Heads, invariant_multiples, round_up_length
-from model import Caches, KVCache, Transformer
-from weights.compiling import mark_dynamic
+from model import Caches, KVCache, Transformer, row_view
+from weights.compiling import compiled, mark_dynamic
 
 PREFILL_CHUNK = 512  # tokens of a prompt per pass; bounds the memory of activations
 # By device type. On a GPU each pass unpacks all quantized weights to 16 bits first.
@@ -32,7 +34,7 @@ class ModelRunner:
     Texts have up to max_seq_length positions. The caches have S, at which a query's bits are those
     of every other pass, and `slack` extra ones, a scratch area for parked rows that no query sees.
     At least one is needed: a step over the full length of a cache would specialize and recompile.
-    `compile_prompts` compiles prefill; None runs it eagerly. `cache_type`: see make_caches.
+    `compile`: are steps compiled? `compile_prompts`: is prefill? `cache_type`: see make_caches.
     """
 
     draft_cache_type: type[KVCache] = KVCache  # of a draft's own caches
@@ -44,7 +46,7 @@ class ModelRunner:
         max_seq_length: int,
         slack: int = 1,
         compile: bool = False,
-        compile_prompts: Callable | None = None,
+        compile_prompts: bool = False,
         layers: Sequence[nn.Module] | None = None,
         cache_type: type[KVCache] = KVCache,
     ):
@@ -81,7 +83,9 @@ class ModelRunner:
         if self.uses_cuda_graphs:
             kernel = GraphKernel(self.S + slack, is_split)
         self.caches = caches._replace(max_seq_length=max_seq_length, kernel=kernel)
-        self.hidden = model.hidden if compile_prompts is None else compile_prompts(model.hidden)
+        self.hidden = model.hidden
+        if compile_prompts:
+            self.hidden = compiled(model.hidden, self.device, prompts=True)
 
     def for_draft(
         self, model: Transformer, on_layers: Sequence[int] | None = None, num_scratch: int = 0
@@ -150,6 +154,40 @@ class ModelRunner:
         return h[:, :num_tokens]
 
 
+def cache_class(cache_type: str | type[KVCache]) -> type[KVCache]:
+    """The class of caches for the `cache_type` of EngineOptions."""
+    if cache_type == "model":
+        return KVCache
+    if isinstance(cache_type, str):
+        from decoding.kv_8bit import CACHE_TYPES
+
+        return CACHE_TYPES[cache_type]
+    return cache_type
+
+
+def target_runner(
+    model: Transformer, batch_size: int, max_seq_length: int, slack: int, options: EngineOptions
+) -> ModelRunner:
+    """The runner of an engine's model: compiled, and with caches, as its options say."""
+    compile = options.compile
+    if compile is None:
+        compile = model.norm.weight.is_cuda
+    compile_prompts = options.compile_prompts
+    if compile_prompts is None:
+        compile_prompts = compile
+    runner = ModelRunner(
+        model,
+        batch_size,
+        max_seq_length,
+        slack,
+        compile=compile,
+        compile_prompts=compile_prompts,
+        cache_type=cache_class(options.cache_type),
+    )
+    runner.draft_cache_type = cache_class(options.cache_type_for_drafts())
+    return runner
+
+
 def padded_length(n: int) -> int:
     """n rounded up, by at most 7 or an eighth, to one of 32 lengths up to 512 or 48 up to 2048.
     There should be few of them, since oneDNN keeps 0.8 MB of machine code for each shape of a
@@ -163,7 +201,14 @@ class Rows(NamedTuple):
 
     state: State
     target: ModelRunner
-    drafter: object  # drafts.base.Drafter
+    drafter: object  # drafts.base.Drafter, or None
+
+    @torch.inference_mode(False)
+    def view(self, begin: int, end: int) -> "Rows":
+        """Rows [begin, end) of these: views of their tensors."""
+        drafter = None if self.drafter is None else self.drafter.row_view(begin, end)
+        state = row_view(self.state, begin, end)
+        return Rows(state, self.target.row_view(begin, end), drafter)
 
 
 def slot_caches(runners: Sequence[ModelRunner]) -> dict[str, nn.Module]:

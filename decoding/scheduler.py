@@ -160,9 +160,11 @@ class Scheduler:
     def __init__(self, num_slots: int, keeps_prefixes: bool = True):
         self.slots = [Slot(index, keeps_prefixes=keeps_prefixes) for index in range(num_slots)]
         self.waiting: deque[Request] = deque()
+        self.next_id = 0  # of a request
 
     def add(self, request: Request) -> None:
         """Put a new request in line."""
+        self.next_id += 1
         self.waiting.append(request)
 
     @property

@@ -37,15 +37,14 @@ class State(nn.Module):
     """B slots of S positions in fixed tensors. Steps read and write them in place, so a replayed
     step needs nothing from the host. A row_view of a State is a State of a range of slots.
 
-    `sampling_path` selects the code that serves the samplings of all rows, and `return_logprobs`
-    whether it records; everything else may change without compiling. With several ranks, rank 0's
-    decisions enter every rank's state.
+    `sampling_path` selects the code that serves the samplings of all rows; everything else may
+    change without compiling. With several ranks, rank 0's decisions enter every rank's state.
 
     Of the engine's `options` a State follows three. logits_processor(logits (B, T, V), tokens (B,
     S), pos (B, T)) returns the logits that tokens are drawn from; columns of `tokens` past a
-    position in `pos` are scratch space, not text there. `logprobs` is the number of top tokens to
-    record for each token, or None; clearing `return_logprobs` pauses the recording. `verification`
-    is a name of speculative.RULES, or a speculative.Rule.
+    position in `pos` are scratch space, not text there. `logprobs` is the number of top tokens that
+    steps may record for each token; None: they record nothing. `verification` is a name of
+    speculative.RULES, or a speculative.Rule.
     """
 
     def __init__(
@@ -63,12 +62,9 @@ class State(nn.Module):
         self.verification = options.verification
         self.vocab_size = vocab_size
         self.num_top_logprobs = options.logprobs
-        self.return_logprobs = options.logprobs is not None
         self.sampling_path = GREEDY
         self.broadcast = ranks.broadcast
         self.parked_pos = S
-        self.all_draft = True  # of `prepare_step`: may all k tokens of every row be drafted?
-        self.constrained = []  # of `prepare_step`: (row, request) pairs with a grammar
 
         def fixed(name: str, *shape: int, value=0, dtype: torch.dtype | None = None) -> None:
             tensor = torch.full(shape, value, dtype=dtype, device=device)
@@ -100,7 +96,7 @@ class State(nn.Module):
         fixed("accepted", B)
         fixed("overlap", B, K, value=0.0)
         fixed("drafted", B, K)
-        if self.return_logprobs:
+        if options.logprobs is not None:
             num_logprobs = 1 + options.logprobs
             fixed("top_logprobs", B, K + 1, num_logprobs, 2, value=0.0)  # of decoding/logits.py
             # p of the target and q of the draft (0: none), of the decided token and of the drafted
@@ -125,31 +121,30 @@ class State(nn.Module):
         for name, value in values.items():
             getattr(self, name)[slot] = value
 
-    def prepare_step(
+    def prepare(
         self,
         requests: Sequence[tuple[int, object]],
         limits: Mapping[object, int] = MappingProxyType({}),
     ) -> None:
         """Choose the code for a step of these (row, scheduler.Request) pairs, and write the masks
-        of their grammars. `limits`: how many tokens of each request may be drafted, if any."""
+        of their grammars. `limits`: how many tokens of each are drafted, if the step drafts."""
         self.sampling_path = common_path(request for _, request in requests)
-        by_row = [0] * len(self.pos)
-        for row, request in requests:
-            by_row[row] = limits.get(request, 0) * request.may_draft
-        largest = max(limits.values(), default=0)
-        self.all_draft = all(by_row[row] == largest for row, _ in requests)
-        if largest:
+        if limits:
+            by_row = [0] * len(self.pos)
+            for row, request in requests:
+                by_row[row] = limits[request]
             by_row = torch.tensor(by_row, pin_memory=self.pos.is_cuda)
             self.draft_limit.copy_(by_row, non_blocking=True)
-        self.constrained = [
-            (row, request) for row, request in requests if request.grammar is not None
-        ]
-        self.write_masks()
+        self.write_masks(requests)
 
-    def write_masks(self, draft_tokens: Tensor | None = None) -> None:
-        """Write the masks for the next token and after each of draft_tokens (B, K); after one that
-        is not allowed, all tokens are."""
-        for row, request in self.constrained:
+    def write_masks(
+        self, requests: Sequence[tuple[int, object]], draft_tokens: Tensor | None = None
+    ) -> None:
+        """Write the masks of these rows for the next token and after each of draft_tokens (B, K);
+        after one that is not allowed, all tokens are."""
+        for row, request in requests:
+            if request.grammar is None:
+                continue
             drafted = [] if draft_tokens is None else draft_tokens[row].tolist()
             allowed = request.grammar.masks(request.tokens, drafted)  # (up to K + 1, words)
             masks = self.masks[row]  # (K + 1, words)
@@ -157,11 +152,6 @@ class State(nn.Module):
             allowed = F.pad(allowed, (0, num_missing))  # zeros forbid ids that only the model has
             masks.fill_(-1)
             masks[: len(allowed)] = allowed
-
-    def positions_to_draft(self, k: int) -> Tensor:
-        """(B, k) whether the row's tokens may be drafted there."""
-        ahead = torch.arange(k, device=self.pos.device)
-        return ahead < self.draft_limit[:, None]
 
     def activate(self, slot: int, num_tokens: int) -> None:
         """Let steps decide this slot's tokens. Its prompt of num_tokens is in the caches."""
@@ -218,8 +208,6 @@ class State(nn.Module):
         """Record for tokens (B, T) their log-probabilities by the unmodified logits (B, T, V), and
         the probabilities that decided, of these tokens and of the drafted ones: the target's by the
         processed logits (B, T, V), and the draft's q (B, T - 1, V)."""
-        if not self.return_logprobs:
-            return
         T = tokens.size(1)
         index = tokens.clamp(min=0)[..., None]  # (B, T, 1)
         p = sampling.distribution(processed, self.sampling_path, self.values)  # (B, T, V)

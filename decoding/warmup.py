@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from decoding.costs import Costs
+from decoding.planner import Step
 from decoding.readback import step_times, synchronize
 from decoding.sampling import Sampling
+from tp import ranks_of
 
 STEADY_S = 0.01
 # In a context of more positions steps are measured at SHORT_LENGTH and at its end. With the
@@ -33,7 +35,7 @@ def steps_to_compile(engine) -> Iterable[tuple[int, int, int]]:
     lengths = {2, S}
     if engine.runner.uses_cuda_graphs:
         lengths = {min(1 << i, S) for i in range(8, S.bit_length() + 8)}
-    return itertools.product(engine.row_counts, sorted(lengths), (0, *engine.planner.ks))
+    return itertools.product(engine.planner.row_counts, sorted(lengths), (0, *engine.planner.ks))
 
 
 @torch.inference_mode()
@@ -44,6 +46,7 @@ def warm_up(engine, path: str) -> float:
     start = time.perf_counter()
     if engine.runner.compile_prompts:
         warm_up_prompts(engine)
+    records = engine.planner.records_logprobs
     num_runs = 3 if engine.runner.uses_cuda_graphs else 1  # CUDA graphs: warm up, record, replay
     for num_rows, length, k in steps_to_compile(engine):
         rows = engine.rows(0, num_rows)
@@ -51,8 +54,8 @@ def warm_up(engine, path: str) -> float:
         rows.state.pos.zero_()
         rows.state.done.fill_(True)
         for _ in range(num_runs):
-            engine.run(rows, max(1, length - k), k)
-    synchronize(engine.device)
+            engine.run(Step(rows, max(1, length - k), k, records_logprobs=records))
+    synchronize(engine.runner.device)
     engine.clear()
     return time.perf_counter() - start
 
@@ -65,7 +68,7 @@ def warm_up_prompts(engine) -> None:
     if len(engine.runners) > 1:
         runners.append(rows.drafter.runner)
     # Few and many quantized rows use different kernels; warm up both.
-    long = 2 if engine.runner.uses_cuda_graphs else min(engine.chunk, S)
+    long = 2 if engine.runner.uses_cuda_graphs else min(engine.runner.chunk, S)
     for runner, T in itertools.product(runners, sorted({2, long})):
         for begin in sorted({0, min(1, S - T), S - T}):
             inputs = runner.inputs(rows.state.tokens, begin, begin + T)
@@ -103,10 +106,11 @@ def calibrate(
             )
             for length in lengths
         }
-        for num_rows in engine.row_counts
+        for num_rows in engine.planner.row_counts
     }
     engine.clear()
-    return engine.ranks.broadcast_object(costs)  # draft lengths follow from costs: ranks share them
+    # Draft lengths follow from costs, so that ranks share them.
+    return ranks_of(engine.model).broadcast_object(costs)
 
 
 def lengths_to_calibrate(max_seq_length: int) -> list[int]:
@@ -132,6 +136,7 @@ def costs_of_rows(
     state.done.fill_(True)
     state.sampling_path = sampling.path
     state.values.copy_(sampling.values)
+    records = engine.planner.records_logprobs
     V = engine.model.config.vocab_size
     generator = torch.Generator().manual_seed(0)
 
@@ -142,15 +147,16 @@ def costs_of_rows(
         state.tokens.copy_(tokens)
         drafter = rows.drafter
         if drafter is not None:
-            drafter = OtherTokens(drafter, drafted.to(engine.device))
-        synchronize(engine.device)
-        step = engine.run(rows._replace(drafter=drafter), length, k)
-        synchronize(engine.device)
-        return step_times(step)
+            drafter = OtherTokens(drafter, drafted.to(engine.runner.device))
+        synchronize(engine.runner.device)
+        step = Step(rows._replace(drafter=drafter), length, k, records_logprobs=records)
+        result = engine.run(step)
+        synchronize(engine.runner.device)
+        return step_times(result)
 
     ks = (0, *engine.planner.ks)
     seconds = {k: min(sum(run_step(k)) for _ in range(2)) for k in ks}
-    seconds = engine.ranks.broadcast_object(seconds)  # ranks must run the same steps
+    seconds = ranks_of(engine.model).broadcast_object(seconds)  # ranks must run the same steps
     times = {k: [] for k in ks}
     for _, k in itertools.product(range(rounds), ks):
         for _ in range(int(STEADY_S / seconds[k])):

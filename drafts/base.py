@@ -1,7 +1,7 @@
 """What a drafter is: it proposes K tokens for every row, and says what it drew them from.
 
     Draft               K tokens of every row, and what they were drawn from;  no_draft  none
-    Drafter             the interface of a drafter;  drafter_view  that of some rows
+    Drafter             the interface of a drafter;  propose  its draft for a step
     ModelDraft          a second model with its own cache, or part of the target on the target's
                         cache;  ParallelDraft  one that drafts in one pass
     CustomDraft         any object with `propose`
@@ -32,6 +32,12 @@ class Draft(NamedTuple):
     def cut(self, k: int) -> "Draft":
         """Its first k tokens."""
         return Draft(self.tokens[:, :k], self.q[:, :k])
+
+    def limited(self, limits: Tensor) -> "Draft":
+        """The draft without a row's tokens beyond its limit, of limits (B,)."""
+        ahead = torch.arange(self.tokens.size(1), device=limits.device)  # (K,)
+        is_within = ahead < limits[:, None]  # (B, K)
+        return self._replace(q=torch.where(is_within[..., None], self.q, 0))
 
 
 def no_draft(batch: nn.Module, k: int, vocab_size: int) -> Draft:
@@ -106,17 +112,27 @@ class Drafter(nn.Module):
         tokens of a row have not reached the host yet."""
         return [None if request.fits(self.max_positions) else [] for request in requests]
 
+    def row_view(self, begin: int, end: int) -> "Drafter":
+        """The drafter of rows [begin, end), and so are the drafters that it holds."""
+        view = row_view(self, begin, end)
+        view._modules = {
+            name: module.row_view(begin, end) if isinstance(module, Drafter) else module
+            for name, module in self._modules.items()
+        }
+        if self.runner is not None:
+            view.runner = self.runner.row_view(begin, end)
+        return view
 
-def drafter_view(drafter: Drafter, begin: int, end: int) -> Drafter:
-    """The drafter of rows [begin, end), and so are the drafters that it holds."""
-    view = row_view(drafter, begin, end)
-    view._modules = {
-        name: drafter_view(module, begin, end) if isinstance(module, Drafter) else module
-        for name, module in drafter._modules.items()
-    }
-    if drafter.runner is not None:
-        view.runner = drafter.runner.row_view(begin, end)
-    return view
+
+def propose(drafter: Drafter | None, batch: nn.Module, plan) -> Draft:
+    """The tokens that a drafter proposes for a step. Without one a step of fixed width runs K
+    tokens that are no draft."""
+    if drafter is None:
+        return no_draft(batch, plan.k, batch.vocab_size)
+    draft = Draft(*drafter.propose(batch, plan))
+    num_drafted = draft.tokens.size(1)
+    assert num_drafted == plan.k, f"{num_drafted} tokens were drafted instead of {plan.k}"
+    return draft
 
 
 class ModelDraft(Drafter):

@@ -28,8 +28,8 @@ def plan_k(engine, choose) -> None:
 
 
 def prefill_all(engine, prompts, max_new_tokens: int, sampling, seeds=None, stop_ids=()) -> None:
-    """Give every prompt a slot and run it, so that `engine.run(engine.rows(0, n), length, k)` is a
-    step of them all."""
+    """Give every prompt a slot and run it: `engine.run(Step(engine.rows(0, n), length, k))` is then
+    a step of them all."""
     for prompt, seed in zip(prompts, seeds or [0] * len(prompts)):
         engine.add_request(
             prompt, sampling=sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids, seed=seed
@@ -53,13 +53,12 @@ def start_all_alike(
     state.seed.copy_(torch.tensor(seeds))
     state.values.copy_(sampling.values), state.biases.copy_(sampling.biases)
     state.stop_ids.fill_(-1), state.draft_limit.fill_(99), state.end.fill_(n - 1 + max_new_tokens)
-    h = one.target.prefill(one.state.tokens, 0, n, engine.chunk)[:, -1]  # (1, D)
+    h = one.target.prefill(one.state.tokens, 0, n, engine.runner.chunk)[:, -1]  # (1, D)
     if len(engine.runners) > 1:
-        one.drafter.runner.prefill(one.state.tokens, 0, n, engine.chunk)
+        one.drafter.runner.prefill(one.state.tokens, 0, n, engine.runner.chunk)
     for x in slot_tensors(engine.runners, slice(None), 0, n).values():
         x.copy_(x[:1].clone().expand_as(x))
     state.pos.fill_(n - 1), state.done.fill_(False)
     rows.state.sampling_path = sampling.path
     logits = engine.model.head(h).expand(engine.batch_size, -1)  # (B, V)
     decide(rows.state, logits[:, None])
-    engine.result(rows, k=0)

@@ -86,7 +86,7 @@ def test_a_seed_that_was_used_begins_as_in_a_new_engine(model, kind, k, rule, is
     quoted(engine)
     new = engine_of(model, kind, k, rule=rule)
     add(new, PROMPT, 5, n=1)
-    new.abort(new.next_id - 1)
+    new.abort(new.scheduler.next_id - 1)
     assert (ask(engine, PROMPT, 5) == ask(new, PROMPT, 5)) == is_new
 
 

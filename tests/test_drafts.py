@@ -29,6 +29,7 @@ from cli.main import main as run_args
 from cli.report import outgrown
 from decoding.engine import Engine
 from decoding.errors import UserError
+from decoding.planner import Step
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
 from drafts.base import ModelDraft
@@ -721,7 +722,7 @@ def test_compiled_rounds(kind, compile_prompts):
         with torch.inference_mode():
             prefill_all(engine, PROMPTS, 60, Sampling(0))
             for number in range(20):
-                engine.run(engine.rows(0, 4), 10 + 4 * number, (3, 0, 0, 3)[number % 4])
+                engine.run(Step(engine.rows(0, 4), 10 + 4 * number, (3, 0, 0, 3)[number % 4]))
 
 
 # ------------------------------------------------------------------------------ folders and flags

@@ -18,6 +18,7 @@ import weights.compiling as compiling
 from cli.flags import parse_args
 from cli.main import main as run
 from decoding.engine import Engine
+from decoding.planner import Step
 from decoding.runner import ModelRunner
 from decoding.sampling import (
     ACCEPT,
@@ -435,7 +436,7 @@ def test_warm_up_runs_every_length_that_will_be_recorded(folder_of, k, monkeypat
         seen.clear()
         for length in range(1, 700, 5):  # lengths that are attended lie 16 apart or more
             for count in {0, k or 0}:
-                engine.run(engine.rows(0, 1), length, count)
+                engine.run(Step(engine.rows(0, 1), length, count))
     assert seen <= warmed and all(length % 16 == 0 for length, _ in seen)
 
 
@@ -485,12 +486,12 @@ def test_warm_up_of_one_row_alone(folder_of, monkeypatch):
     engine = Engine(model, 4, 60, drafter=drafter, speculate_k="auto")
     run = engine.run
 
-    def watched(rows, *args, **options):
-        row_counts.append(len(rows.state.pos))
-        return run(rows, *args, **options)
+    def watched(step):
+        row_counts.append(len(step.rows.state.pos))
+        return run(step)
 
     monkeypatch.setattr(engine, "run", watched)
-    engine.row_counts = [1]
+    engine.planner.row_counts = [1]
     engine.warm_up(GREEDY)
     engine.calibrate(Sampling(0), rounds=1)
     assert {*row_counts} == {1} and engine.planner.costs.decode_s > 0
@@ -505,12 +506,13 @@ def test_a_server_s_first_steps(uses_cuda_graphs, monkeypatch, capsys):
     calls = []
     monkeypatch.setattr(opening, "warm_up", lambda *args: calls.append(args))
     runner = SimpleNamespace(uses_cuda_graphs=uses_cuda_graphs)
-    engine = SimpleNamespace(runner=runner, row_counts=[1, 4])
+    planner = SimpleNamespace(row_counts=[1, 4])
+    engine = SimpleNamespace(runner=runner, planner=planner)
     opening.warm_up_for_later(engine, Sampling(0.8))
     ((_, _, paths),) = calls
     is_later = "compile when first needed" in capsys.readouterr().err
     expected = (["plain"], [1], True) if uses_cuda_graphs else (PATHS, [1, 4], False)
-    assert (paths, engine.row_counts, is_later) == expected
+    assert (paths, planner.row_counts, is_later) == expected
 
 
 @pytest.mark.parametrize("drafter", [None, NgramDraft], ids=["plain", "ngram"])

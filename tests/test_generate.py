@@ -297,7 +297,7 @@ def test_what_is_told_of_a_token_is_what_the_models_give_it(drafted, folder_of):
                 *([n.item(), x.item()] for n, x in zip(top, values)),
             ]
             assert request.top_logprobs[i] == [pytest.approx(pair, abs=1e-4) for pair in pairs]
-    engine.state.return_logprobs, again = False, Timing()
+    engine.planner.records_logprobs, again = False, Timing()
     assert rows_of(model, PROMPTS, timing=again, **options) == rows
     assert not any(request.token_probs for request in again.requests)
 
@@ -310,7 +310,7 @@ def test_compiled_steps_record_log_probabilities_when_they_are_asked_to(folder_o
     for compile in (False, True):
         engine = Engine(model, 1, 40, compile=compile, compile_prompts=False, logprobs=2)
         for returns in (False, True, False, True):
-            engine.state.return_logprobs = returns
+            engine.planner.records_logprobs = returns
             timing = Timing()
             options = {"sampling": Sampling(0), "max_new_tokens": 5, "engine": engine}
             rows_of(model, PROMPTS[:1], timing=timing, **options)

@@ -102,7 +102,7 @@ class Choosing:
         drafter = HybridDraft(Stub(guesses), second)
         options = EngineOptions(speculate_k=length.k)
         ks = draft_lengths(options, drafter)
-        self.planner = Planner(options, ks, drafter, runner=None)
+        self.planner = Planner(options, ks, drafter, runner=SimpleNamespace(B=len(guesses)))
         self.planner.costs = length.costs
         self.memory = drafter.memories.shared
         self.memory.draft_length = length

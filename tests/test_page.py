@@ -131,7 +131,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_loading(flags, message,
 def test_other_runs_record_nothing(monkeypatch, tmp_path):
     records = []
     monkeypatch.setattr(
-        cli.main, "report", lambda timings, engine: records.append(engine.state.return_logprobs)
+        cli.main, "report", lambda timings, engine: records.append(engine.planner.records_logprobs)
     )
     for flags in ([], ["--report", str(tmp_path / "report.html")]):
         run(parse_args([*flags, "--max_new_tokens", "2", "--device", "cpu"]))

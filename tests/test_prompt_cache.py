@@ -984,7 +984,7 @@ def test_a_prompt_that_is_not_finite_lends_nothing_before_its_first_token(ends):
     single = Engine(model, 1, 200)
     expected = finished(single, single.add_request(prompt, **options))
     engine = Engine(model, 2, 200)
-    engine.chunk = 64
+    engine.runner.chunk = 64
     broken = engine.add_request([*common, poison, *[9] * 100], **options)
     engine.step()
     if ends == "abort":

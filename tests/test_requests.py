@@ -790,7 +790,7 @@ def test_log_probabilities_of_prompts_are_those_of_one_pass(draft, folder_of, mo
     monkeypatch.setattr(prompt_room, "PROMPT_LOGITS", 3 * 131)
     model = load_model(folder_of("llama-3"), dtype=torch.float32)
     engine = Engine(model, 2, 80, drafter=DRAFTS[draft](model), speculate_k=3)
-    engine.chunk = 4
+    engine.runner.chunk = 4
     text = torch.randint(3, 131, (40,), generator=torch.Generator().manual_seed(0)).tolist()
     exact = model(torch.tensor([text]), torch.arange(40))[0].log_softmax(-1)
     options = {"sampling": Sampling(0), "max_new_tokens": 3}

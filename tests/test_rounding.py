@@ -616,7 +616,7 @@ def test_short_prompts_in_chunks_are_prompts_in_one_pass(quantize):
     prompts = [ids[0].tolist(), ids[1, : length - 40].tolist()]
     whole, cut = Engine(model, 2, 400), Engine(model, 2, 400)
     text = texts(whole, prompts, 40)
-    cut.chunk = 64
+    cut.runner.chunk = 64
     assert texts(cut, prompts, 40) == text
     assert same_held(whole, cut, length - 40 + 39)
 

@@ -45,10 +45,9 @@ def noise(monkeypatch):
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_compilation_leaves_one_line(is_terminal, monkeypatch, noise):
     monkeypatch.setattr(sys, "stderr", Stream(is_terminal))
-    planner = types.SimpleNamespace(ks=())
-    engine = types.SimpleNamespace(
-        compile=True, row_counts=[1, 2], planner=planner, warm_up=complain
-    )
+    planner = types.SimpleNamespace(ks=(), row_counts=[1, 2])
+    runner = types.SimpleNamespace(compile=True)
+    engine = types.SimpleNamespace(runner=runner, planner=planner, warm_up=complain)
     warm_up(engine, Sampling(0), ["greedy", "plain"])
     lines = [f"compiled the {path} step for batch 2 in 1.2 s\n" for path in ("greedy", "plain")]
     text = sys.stderr.getvalue()

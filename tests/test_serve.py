@@ -453,7 +453,7 @@ def test_clients_decode_between_the_chunks_of_an_echo(model, tokenizer):
     """Steps of the decoder, one by one: each runs one chunk of the echo and one step of the other
     client's answer."""
     engine = Engine(model, 2, 512, logprobs=0)
-    engine.chunk = 16
+    engine.runner.chunk = 16
     llm = LLM.from_engine(engine, tokenizer)
 
     async def steps() -> tuple[list[int], list]:

@@ -155,7 +155,8 @@ def parted(model, drafter: str, num_slots: int, seed: int, **engine_options) -> 
         speculate_k=3,
         **engine_options,
     )
-    engine.chunk = 16  # most prompts take several, between others' steps; alone they take one
+    # Most prompts take several, between others' steps; alone they take one.
+    engine.runner.chunk = 16
     plan, wrong = arrivals(seed), []
     for index, (arrival, tokens) in enumerate(zip(plan, run_schedule(engine, plan))):
         expected = alone(model, engine_options, drafter, arrival)

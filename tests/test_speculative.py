@@ -25,6 +25,7 @@ from cli.report import RowStatistics
 from decoding.costs import Costs, costs_at, expected_tokens
 from decoding.draft_length import DraftLength
 from decoding.engine import Engine
+from decoding.planner import Step
 from decoding.sampling import (
     ACCEPT,
     DRAFT_DRAW,
@@ -366,7 +367,7 @@ def sequences(model, drafter, sampling: Sampling, k, runs: int = 4, **options) -
         start_all_alike(engine, LONG_PROMPT, TAIL, sampling, seeds=list(range(seed, seed + rows)))
         with torch.inference_mode():
             for _ in range(TAIL - 1):  # each round decides one token at least
-                engine.run(engine.rows(0, rows), end, k)
+                engine.run(Step(engine.rows(0, rows), end, k))
         assert engine.state.done.all()
         index = engine.state.tokens[:, begin:end] @ V ** torch.arange(TAIL - 1, -1, -1)
         counts = counts + index.bincount(minlength=V**TAIL)
@@ -839,7 +840,7 @@ def test_no_host_sync_inside_a_round(margins, kind, sampling):
     with torch.inference_mode(), NoSync():
         prefill_all(engine, PROMPTS, 30, sampling, stop_ids={3})
         for k in (3, 1, 0, 0, 3):  # after plain steps the drafter catches up
-            engine.run(engine.rows(0, 4), 30, k)
+            engine.run(Step(engine.rows(0, 4), 30, k))
         for control in (lambda t: t[0].item(), lambda t: t[t > 3], lambda t: bool(t[0] > 3)):
             with pytest.raises(AssertionError, match="waits for the device"):
                 control(engine.state.pos)
@@ -886,9 +887,8 @@ def test_compiled_rounds(kind):
             with torch.inference_mode():
                 prefill_all(engine, PROMPTS, 80, Sampling(temperature))
                 for number in range(100):
-                    engine.run(
-                        engine.rows(0, 4), 10 + number % 80, (3, 0, 1, 1, 0, 0, 3)[number % 7]
-                    )
+                    k = (3, 0, 1, 1, 0, 0, 3)[number % 7]
+                    engine.run(Step(engine.rows(0, 4), 10 + number % 80, k))
 
 
 @pytest.mark.parametrize("deep", [False, True])
@@ -1057,16 +1057,15 @@ def test_auto_stops_drafting_as_a_text_grows(margins, num_rows, lag, monkeypatch
     monkeypatch.setattr("decoding.warmup.SHORT_LENGTH", 16)
     drafter = any_drafter("itself", target, draft)
     engine = Engine(target, num_rows, 64, drafter=drafter, speculate_k="auto")
-    engine.readback.lag = lag
+    engine.readback.host_lag = lag
     engine.runner.length_multiple = 16  # attend to as few positions as the text has
     run = engine.run
     plan = engine.make_step
     planned = []
 
-    def run_by_clock(rows, length: int, k: int = 0, requests=()):
-        seconds = 1 + k * (0.05 if length == 16 else 3.0)
-        times = (0.0, 0.0, seconds)
-        return run(rows, length, k, requests)._replace(times=times)
+    def run_by_clock(step):
+        seconds = 1 + step.k * (0.05 if step.length == 16 else 3.0)
+        return run(step)._replace(times=(0.0, 0.0, seconds))
 
     def plan_and_record(*args):
         planned.append(plan(*args))

@@ -235,7 +235,7 @@ def test_the_host_waits_for_nothing(model):
         requests = engine.scheduler.decoding()
         with torch.inference_mode(), NoSync():
             step = engine.make_step(requests, engine.planner.plan(requests, []))
-            result = engine.run(step.rows, step.length, step.k)
+            result = engine.run(step)
         engine.readback.send(result, step)
         engine.read(0)
     assert any(request.token_records[-1].k for request in engine.requests.values())

@@ -294,7 +294,7 @@ class Decoder:
             self.fail(row, error, 400 if isinstance(error, UserError) else 500)
         # Steps were compiled with recording; without it they would be compiled again.
         has_logprobs = any(row.num_logprobs is not None for row in self.llm.running.values())
-        self.engine.state.return_logprobs = self.engine.compile or has_logprobs
+        self.engine.planner.records_logprobs = self.engine.runner.compile or has_logprobs
 
     def end(self, row: Row) -> None:
         grammar = row.job.grammar and row.request.grammar

@@ -161,7 +161,7 @@ def random_drafter(name: str, model: Transformer, ids: list[int]) -> Drafter:
 
 
 def set_up(engine: Engine, length: int) -> None:
-    if engine.compile:
+    if engine.runner.compile:
         engine.warm_up(GREEDY)
     if engine.planner.speculate_k == "auto":
         engine.calibrate(GREEDILY, length)
@@ -189,7 +189,7 @@ def mixed(engine: Engine, prompts: list[list[int]], n: int, seed: str) -> list[R
     """A greedy request of each prompt, among as many sampled ones. `seed`: of arrivals, refused
     drafts and aborts."""
     set_up(engine, MAX_PROMPT)
-    engine.chunk, draw, requests, lengths = CHUNK, random.Random(seed), {}, {}
+    engine.runner.chunk, draw, requests, lengths = CHUNK, random.Random(seed), {}, {}
     waiting = [(number, is_greedy) for number in range(len(prompts)) for is_greedy in (True, False)]
     draw.shuffle(waiting)
     while waiting or engine.has_unfinished():

@@ -425,7 +425,7 @@ def come_and_go(
         engine.model.config.vocab_size,
         engine.max_seq_length,
     )
-    engine.chunk = 16  # other requests decode between the chunks of a prompt
+    engine.runner.chunk = 16  # other requests decode between the chunks of a prompt
 
     def draw(n: int) -> int:
         return int(torch.randint(n, (), generator=generator))

@@ -178,7 +178,7 @@ def build(names: list[str]) -> dict[str, tuple[Engine, Tokenizer]]:
         engine = Engine(model, options.run.batch_size, CONTEXT, options.engine, drafters[name])
         engine.planner.costs = COSTS
         warm_lengths(engine)
-        for kind in (GREEDY, PLAIN, FILTERED) if engine.compile else ():
+        for kind in (GREEDY, PLAIN, FILTERED) if engine.runner.compile else ():
             engine.warm_up(kind)
         built[name] = engine, tokenizer
     return built

@@ -112,7 +112,7 @@ class OneRow:
         state.draft_limit.fill_(plan.k)
         state.sampling_path = text.sampling_path
         if request.num_computed < length - 1:
-            target.prefill(state.tokens, request.num_computed, length - 1, engine.chunk)
+            target.prefill(state.tokens, request.num_computed, length - 1, engine.runner.chunk)
             request.num_computed = length - 1
         prefill_draft(engine, request.slot, length - 1)
         drafter.expect([request], 0)
