@@ -1,5 +1,8 @@
 """How many tokens the next round drafts: a fixed number, or with "auto" what earlier rounds and
 calibrated costs make the fastest (decoding/costs.py has the formulas).
+
+    DraftLength     chooses it
+    Gains           what steps yield in which no model drafts, for a drafter that has the choice
 """
 
 import math
@@ -7,6 +10,7 @@ from collections.abc import Sequence
 
 from decoding.costs import Costs
 from decoding.errors import UserError
+from decoding.memory import MemoryPlan
 
 DECAY = 1 - 1 / 64  # of the running acceptance, per drafted position
 MIN_GAIN = 1.03  # expected of a round: costs are measured to a few percent, and plain steps have 1
@@ -86,3 +90,26 @@ class DraftLength:
             gains.append((gain, k))
         gain, k = max(gains)
         return k, gain
+
+
+class Gains:
+    """Running sums of the tokens that a row got a step, and of what these cost, or would have cost
+    without a model that drafts, in plain steps."""
+
+    def __init__(self):
+        self.tokens = 8.0
+        self.cost = 8.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens for the cost of a plain step."""
+        return self.tokens / self.cost
+
+    def observe(self, plan: MemoryPlan, num_tokens: float) -> None:
+        """A step that was planned so gave each row this number of tokens, on average."""
+        cost = num_tokens
+        if not plan.runs_drafter and plan.costs is not None:
+            cost = plan.costs.round(plan.k, runs_drafter=False)
+        decay = DECAY**num_tokens
+        self.tokens = self.tokens * decay + num_tokens
+        self.cost = self.cost * decay + cost

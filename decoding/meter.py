@@ -1,10 +1,10 @@
 """What is measured and learned of a step, once the host has read what it decided.
 
-    Meter       makes the records of steps and tokens, tells DraftLength how drafting went, and
+    Meter       makes the records of steps and tokens, tells each memory how drafting went, and
                 warns once of a draft whose first tokens are accepted no more often than by chance
 
 No step waits for this file. What the next steps do follows from it only through a memory's
-DraftLength, which chooses how many tokens are drafted.
+DraftLength and Gains, which choose what is drafted.
 """
 
 import sys
@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from decoding.draft_length import Gains
 from decoding.memory import MemoryPlan
 from decoding.readback import StepResult, seconds_between, step_times
 from decoding.scheduler import Request
@@ -86,11 +87,15 @@ class Meter:
         )
 
     def observe(self, step, result: StepResult, decided: Sequence[Decided]) -> None:
-        """Tell DraftLength how a round went, memory by memory, in rows whose draft's acceptance was
-        not known beforehand."""
+        """Tell each memory how a step went by its plan: Gains in all rows that go on, DraftLength
+        in those whose draft's acceptance was not known beforehand."""
         for plan in step.plans:
-            unknown = {request for request, row in zip(plan.requests, plan.expected) if row is None}
-            drawn = [row for row in decided if row.request in unknown]
+            expected = dict(zip(plan.requests, plan.expected))
+            mine = [row for row in decided if row.request in expected]
+            gains = [len(ids) for _, request, ids in mine if request.ending is None]
+            if gains:
+                plan.memory.of(Gains).observe(plan, sum(gains) / len(gains))
+            drawn = [row for row in mine if expected[row.request] is None]
             if plan.k and drawn:
                 self.observe_round(plan, result, drawn)
 

@@ -1,45 +1,35 @@
 """Two drafters as one: the requests of a memory take in each step the draft that promises more.
 
-The first costs next to nothing and knows what it promises (suffix, ngram), the second runs a model.
-As in ArcticInference (github.com/snowflakedb/ArcticInference, vllm/model_runner.py), the choice
-reads decided tokens and earlier rounds alone, so it does not change the distribution of the text.
+The first (suffix, ngram) copies what the text or an earlier answer went on with. Its draft exists
+before the step and costs nothing, and it knows how probable it is that 1, 2, … of its tokens are
+accepted. The second runs a model. Its draft takes time, and what it promises is the acceptance of
+its earlier rounds.
+
+How the choice is made, before each step and from decided tokens alone. With a fixed K: by the
+tokens that each promises for the step, K of which are drafted either way. With "auto": by tokens
+for the cost of a plain step, at the K that is best for each. There the first is also given what
+steps without the model yielded lately (decoding.draft_length.Gains), between copies too: the model
+would delay copies, which are noticed only once they have begun, and its cache would have to catch
+up after each. Where neither pays, DraftLength makes plain steps, and tries the second again after
+a while. As in ArcticInference (github.com/snowflakedb/ArcticInference, vllm/model_runner.py), no
+drafted token takes part in the choice, so it does not change the distribution of the text.
 """
 
-import statistics
 from collections.abc import Sequence
 
 from torch import nn
 
 from decoding.costs import expected_tokens
-from decoding.draft_length import DECAY, MIN_GAIN, DraftLength
+from decoding.draft_length import MIN_GAIN, Gains
+from decoding.memory import Memory
 from drafts.base import Draft, Drafter
 
 
 class Choice:
-    """Of one memory: which draft its requests take, and running sums of the tokens that they got
-    and of what these cost, or would have cost without the second drafter, in plain steps."""
+    """Of one memory: does it take the first draft in this step?"""
 
     def __init__(self):
         self.takes_first = False
-        self.k = 0  # of the first draft
-        self.lengths: dict[object, int] = {}  # of its requests' texts, one step ago
-        self.tokens = 8.0
-        self.cost = 8.0
-
-    def observe(self, requests: Sequence, draft_length: DraftLength) -> None:
-        """See how many tokens the requests have got since the last step."""
-        lengths = {request: request.num_positions for request in requests}
-        gains = [n - self.lengths[r] for r, n in lengths.items() if r in self.lengths]
-        self.lengths = lengths
-        if not gains or max(gains) == 0:
-            return
-        gain = statistics.mean(gains)
-        cost = gain
-        if self.takes_first and draft_length.costs is not None:
-            cost = draft_length.costs.round(self.k, runs_drafter=False)
-        decay = DECAY**gain
-        self.tokens = self.tokens * decay + gain
-        self.cost = self.cost * decay + cost
 
 
 class HybridDraft(Drafter):
@@ -68,32 +58,27 @@ class HybridDraft(Drafter):
 
     def expect(self, requests: Sequence, unread: int) -> list[list[float] | None]:
         memory = requests[0].memory
-        choice = memory.of(Choice)
-        choice.observe(requests, memory.draft_length)
         first = self.first.expect(requests, unread)
         second = self.second.expect(requests, unread)
-        choice.takes_first = self.prefers_first(first, second, choice, memory.draft_length)
-        return first if choice.takes_first else second
+        takes_first = self.prefers_first(first, second, memory)
+        memory.of(Choice).takes_first = takes_first
+        return first if takes_first else second
 
-    def prefers_first(
-        self, first: Sequence, second: Sequence, choice: Choice, draft_length: DraftLength
-    ) -> bool:
-        """Does the first promise more? With "auto" the second has to be faster than the latest
-        steps without it were on average. Otherwise it would delay copies, which are noticed once
-        they have begun, and its cache would have to catch up after each."""
-        num_rows = second.count(None)
+    def prefers_first(self, first: Sequence, second: Sequence, memory: Memory) -> bool:
+        """Does the first promise more, by what `expect` says of both?"""
+        num_rows = second.count(None)  # those that the second can draft for
+        draft_length = memory.draft_length
         if draft_length.fixed is not None:
-            choice.k = draft_length.fixed if any(first) else 0
-            promised = sum(sum(row[: choice.k]) for row in first)
+            promised = sum(sum(row[: draft_length.fixed]) for row in first)
             expected = expected_tokens(draft_length.alpha, draft_length.fixed) - 1
             return promised >= num_rows * expected
-        choice.k, first_rate = draft_length.best_for(first)
-        second_rate = draft_length.best()[1] / MIN_GAIN
         if num_rows == 0:
             return True
-        if choice.k == 0 and second_rate < 1:
-            return False  # neither pays, and DraftLength tries the second again after a while
-        return max(first_rate, choice.tokens / choice.cost) >= second_rate
+        k, first_rate = draft_length.best_for(first)
+        second_rate = draft_length.best()[1] / MIN_GAIN
+        if k == 0 and second_rate < 1:
+            return False  # neither pays
+        return max(first_rate, memory.of(Gains).rate) >= second_rate
 
     def propose(self, batch: nn.Module, plan) -> Draft:
         rows = [row for row, request in plan.requests if request.memory.of(Choice).takes_first]
