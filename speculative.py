@@ -3,10 +3,10 @@ distribution.
 
     acceptance, residual, accept    rejection sampling: two formulas, and the decision of every
                                     round, token by token or for the whole block
-    Rule, Lossless                  this decision as an object, for one of your own
     speculate                       the whole idea, for one prompt: read it first
     decode_round                    the step of an engine's batch, of which plain decoding is the
                                     case K = 0
+    Rule                            a decision of your own in place of `accept`
 
 This file works on logits, distributions and token ids. Drafters are in drafts/, the draft length in
 decoding/draft_length.py. Ranks appear only as `state.broadcast`.
@@ -15,7 +15,8 @@ Sources: Leviathan et al., arXiv:2211.17192 (below: L); Chen et al., arXiv:2302.
 arXiv:2403.10444 (below: S), for whole blocks. K is L's and S's gamma.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,8 +32,7 @@ from decoding.sampling import (
     PLAIN_DRAW,
     Sampling,
     draw,
-    round_uniform,
-    uniform,
+    row_noise,
 )
 from model import Caches, Transformer
 
@@ -58,10 +58,7 @@ def residual(p: Tensor, q: Tensor, factor: Tensor | float = 1.0) -> Tensor:
 
 
 def block_acceptance(
-    p_drafted: Tensor,
-    q_drafted: Tensor,
-    p: Tensor,
-    q: Tensor,
+    p_drafted: Tensor, q_drafted: Tensor, p: Tensor, q: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 2 of S, for K drafted tokens: the probabilities h (B, K), and factors (B, K + 1).
 
@@ -115,97 +112,39 @@ def accept(
     round's start. Nothing here waits for the device. Where the target's probabilities are NaN,
     next_token is sampling.INVALID; where the draft's are, its token is rejected.
     """
-    B, K = draft_tokens.shape
+    K = draft_tokens.size(1)
     p = target_probs.float()
     q = draft_probs.float()
     to_accept, to_draw = noise
     drafted = draft_tokens[..., None]  # (B, K, 1)
     p_drafted = p[:, :K].gather(2, drafted)[..., 0]  # (B, K)
     q_drafted = q.gather(2, drafted)[..., 0]  # (B, K)
-    row = torch.arange(B, device=p.device)
+    law = residual
     if block and K > 0:
         h, factor = block_acceptance(p_drafted, q_drafted, p, q)
         count = torch.arange(1, K + 1, device=p.device)
         passing = torch.where(to_accept < h, count, 0)  # (B, K)
         n = passing.amax(dim=1)  # (B,) the longest block
-        factor = factor[row, n, None]  # (B, 1)
+        law = functools.partial(residual, factor=factor.gather(1, n[:, None]))
     else:
-        is_accepted = to_accept < acceptance(p_drafted, q_drafted)  # (B, K); u < 0 never holds
-        leading = is_accepted.long().cumprod(dim=1)  # (B, K) 1 up to the first rejection
-        n = leading.sum(dim=1)  # (B,)
-        factor = 1.0
-    q = F.pad(q, (0, 0, 0, 1))  # (B, K + 1, V): q is 0 after K acceptances
-    p_next = p[row, n]  # (B, V)
-    q_next = q[row, n]  # (B, V)
-    p_next = residual(p_next, q_next, factor)
-    token = draw(p_next, to_draw[row, n])  # (B,)
-    return n, token
+        n = count_kept(to_accept < acceptance(p_drafted, q_drafted))  # u < 0 never holds
+    return n, draw_next(n, p, q, to_draw, law)
 
 
-class Rule:
-    """How a round keeps drafted tokens. A rule of one's own overrides `keep`, `next_law` and
-    `expected`, and says whether it `is_lossless`."""
-
-    is_lossless = False
-
-    def keep(
-        self,
-        draft_tokens: Tensor,
-        q: Tensor,
-        p: Tensor,
-        u: Tensor,
-    ) -> Tensor:
-        """Which tokens (B, K), drawn from q (B, K, V), may be kept where the target has p (B, K,
-        V): (B, K) bool. `u` (B, K) are uniform numbers."""
-        raise NotImplementedError
-
-    def next_law(self, p: Tensor, q: Tensor) -> Tensor:
-        """The distribution (B, V) of the token after those that are kept, where the target has p
-        (B, V), and the draft q (B, V), or zeros."""
-        return p
-
-    def expected(self, p: Tensor, q: Tensor) -> Tensor:
-        """The probability (B, K) that a token drawn from q (B, K, V) is kept, p as of `keep`."""
-        raise NotImplementedError
-
-    def decide(
-        self, draft_tokens: Tensor, q: Tensor, p: Tensor, noise: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """n_accepted and next_token, as of `accept`."""
-        B, K = draft_tokens.shape
-        to_accept, to_draw = noise
-        is_drafted = q.amax(dim=-1) != 0  # (B, K)
-        is_kept = self.keep(draft_tokens, q, p[:, :K], to_accept) & is_drafted
-        leading = is_kept.long().cumprod(dim=1)  # (B, K) 1 up to the first that is not
-        n = leading.sum(dim=1)  # (B,)
-        row = torch.arange(B, device=p.device)
-        q = F.pad(q, (0, 0, 0, 1))  # (B, K + 1, V)
-        p_next = p[row, n]  # (B, V)
-        q_next = q[row, n]
-        p_next = self.next_law(p_next, q_next)
-        token = draw(p_next, to_draw[row, n])  # (B,)
-        return n, token
+def count_kept(may_keep: Tensor) -> Tensor:
+    """How many drafted tokens (B,) stand before the first that may not be kept (B, K)."""
+    leading = may_keep.long().cumprod(dim=1)  # (B, K)
+    return leading.sum(dim=1)
 
 
-class Lossless(Rule):
-    """`accept`, for the whole block or token by token."""
+def draw_next(n: Tensor, p: Tensor, q: Tensor, to_draw: Tensor, law: Callable) -> Tensor:
+    """The token (B,) after the first n (B,) drafted ones, drawn from law(p, q) of the two
+    distributions (B, V) there: q is 0 after K acceptances. Otherwise as in `accept`."""
+    row = torch.arange(len(n), device=p.device)
+    q = F.pad(q, (0, 0, 0, 1))  # (B, K + 1, V)
+    p_next = law(p[row, n], q[row, n])  # (B, V)
+    return draw(p_next, to_draw[row, n])
 
-    is_lossless = True
-
-    def __init__(self, block: bool):
-        self.block = block
-
-    def expected(self, p: Tensor, q: Tensor) -> Tensor:
-        """sum(min(p, q)) (L, corollary 3.6)."""
-        return torch.minimum(p, q).sum(dim=-1)
-
-    def decide(
-        self, draft_tokens: Tensor, q: Tensor, p: Tensor, noise: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        return accept(draft_tokens, q, p, noise=noise, block=self.block)
-
-
-RULES = {"block": Lossless(True), "token": Lossless(False)}  # by their names in EngineOptions
 
 # -------------------------------------------------------------------------------------- speculate
 
@@ -224,12 +163,7 @@ class Text:
     names that they have in decoding.state.State, so a drafter that reads no more serves both."""
 
     def __init__(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        seed: int,
-        S: int,
-        device: torch.device,
+        self, prompt: Sequence[int], sampling: Sampling, seed: int, S: int, device: torch.device
     ):
         """A prompt, with room for S tokens in all."""
         self.tokens = torch.zeros(1, S, dtype=torch.int64, device=device)  # (1, S)
@@ -254,13 +188,8 @@ class Text:
         return self.tokens.gather(1, self.pos[:, None])
 
     def noise(self, pos: Tensor, purpose: int = PLAIN_DRAW) -> Tensor:
-        """Uniform numbers (1, T) for tokens at pos (1, T): those of plain decoding, or for another
-        purpose this round's own."""
-        seed = self.seed[:, None].expand_as(pos)
-        if purpose == PLAIN_DRAW:
-            return uniform(seed, pos)
-        start = self.pos[:, None]
-        return round_uniform(seed, start, pos - start, purpose)
+        """Uniform numbers (1, T) for tokens at pos (1, T)."""
+        return row_noise(self.seed, self.pos, pos, purpose)
 
     def append(self, token: int) -> None:
         if token == INVALID:
@@ -378,15 +307,10 @@ def decide(
 
 
 def verify(
-    state: nn.Module,
-    p: Tensor,
-    to_draw: Tensor,
-    draft_tokens: Tensor,
-    draft_probs: Tensor,
+    state: nn.Module, p: Tensor, to_draw: Tensor, draft_tokens: Tensor, draft_probs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`accept` for the rows of a state, by the target's p (B, K + 1, V) and the numbers to_draw (B,
-    K + 1): n (B,), and tokens (B, K + 1) of which the first n + 1 are decided. A row of zeros in
-    draft_probs has no draft."""
+    """Keep or reject drafted tokens by the rows' rule, the target's p (B, K + 1, V) and the numbers
+    to_draw (B, K + 1): n (B,), and tokens (B, K + 1) of which the first n + 1 are decided."""
     K = draft_tokens.size(1)
     # The numbers that accept or reject are this round's own: those past the last accepted token
     # took part in the decision too, so using them again would bias the text.
@@ -394,11 +318,13 @@ def verify(
     noise = (state.noise(drafted_pos, ACCEPT), to_draw)  # (B, K), (B, K + 1)
     rule = state.verification
     if isinstance(rule, str):
-        rule = RULES[rule]
-    if rule is RULES["block"] and state.sampling_path == sampling.GREEDY:
-        rule = RULES["token"]  # deciding about whole blocks gains nothing here
-    n, token = rule.decide(draft_tokens, draft_probs, p, noise)  # (B,), (B,)
-    overlap = rule.expected(p[:, :K], draft_probs)  # (B, K)
+        # Deciding about whole blocks gains nothing where tokens are the likeliest ones.
+        block = rule == "block" and state.sampling_path != sampling.GREEDY
+        n, token = accept(draft_tokens, draft_probs, p, noise=noise, block=block)  # (B,), (B,)
+        overlap = torch.minimum(p[:, :K], draft_probs).sum(dim=-1)  # (B, K) L, corollary 3.6
+    else:
+        n, token = rule.decide(draft_tokens, draft_probs, p, noise)  # (B,), (B,)
+        overlap = rule.expected(p[:, :K], draft_probs)  # (B, K)
     is_drafted = draft_probs.amax(dim=-1) != 0  # (B, K)
     num_drafted = (is_drafted & ~state.done[:, None]).sum(dim=1)  # (B,)
     # All ranks take rank 0's decision: (B, K + 3) float32, which holds ids below 2^24.
@@ -413,3 +339,37 @@ def verify(
     tokens = torch.cat((draft_tokens, token.long()), dim=1)  # (B, K + 1)
     decided = tokens.scatter(1, n, token.long())
     return n[:, 0], decided
+
+
+# ------------------------------------------------------------------------------------ another rule
+
+
+class Rule:
+    """A rule of one's own in place of `accept`: how a round keeps drafted tokens. It overrides
+    `keep`, `next_law` and `expected`, and says whether it `is_lossless`."""
+
+    is_lossless = False
+
+    def keep(self, draft_tokens: Tensor, q: Tensor, p: Tensor, u: Tensor) -> Tensor:
+        """Which tokens (B, K), drawn from q (B, K, V), may be kept where the target has p (B, K,
+        V): (B, K) bool. `u` (B, K) are uniform numbers."""
+        raise NotImplementedError
+
+    def next_law(self, p: Tensor, q: Tensor) -> Tensor:
+        """The distribution (B, V) of the token after those that are kept, where the target has p
+        (B, V), and the draft q (B, V), or zeros."""
+        return p
+
+    def expected(self, p: Tensor, q: Tensor) -> Tensor:
+        """The probability (B, K) that a token drawn from q (B, K, V) is kept, p as of `keep`."""
+        raise NotImplementedError
+
+    def decide(
+        self, draft_tokens: Tensor, q: Tensor, p: Tensor, noise: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """n_accepted and next_token, as of `accept`."""
+        to_accept, to_draw = noise
+        is_drafted = q.amax(dim=-1) != 0  # (B, K)
+        may_keep = self.keep(draft_tokens, q, p[:, :-1], to_accept)  # (B, K)
+        n = count_kept(may_keep & is_drafted)
+        return n, draw_next(n, p, q, to_draw, self.next_law)

@@ -352,6 +352,17 @@ def round_uniform(seed: Tensor, start: Tensor, offset: Tensor, purpose: int) -> 
     return uniform(seed, start, purposes)
 
 
+def row_noise(seed: Tensor, start: Tensor, pos: Tensor, purpose: int) -> Tensor:
+    """Uniform numbers (B, T) for tokens at pos (B, T) of rows with these seeds (B,): those of plain
+    decoding for PLAIN_DRAW, or else those of the round whose last decided token is at start
+    (B,)."""
+    seed = seed[:, None].expand_as(pos)
+    if purpose == PLAIN_DRAW:
+        return uniform(seed, pos)
+    start = start[:, None]
+    return round_uniform(seed, start, pos - start, purpose)
+
+
 def _mix(x: Tensor) -> Tensor:
     """A bijection of [0, 2^32) that flips each output bit with probability close to a half when an
     input bit flips."""

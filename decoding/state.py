@@ -25,8 +25,7 @@ from decoding.sampling import (
     PLAIN_DRAW,
     SETTINGS,
     common_path,
-    round_uniform,
-    uniform,
+    row_noise,
 )
 from tp import ALONE, Ranks
 
@@ -43,8 +42,8 @@ class State(nn.Module):
     Of the engine's `options` a State follows three. logits_processor(logits (B, T, V), tokens (B,
     S), pos (B, T)) returns the logits that tokens are drawn from; columns of `tokens` past a
     position in `pos` are scratch space, not text there. `logprobs` is the number of top tokens that
-    steps may record for each token; None: they record nothing. `verification` is a name of
-    speculative.RULES, or a speculative.Rule.
+    steps may record for each token; None: they record nothing. `verification`: as of
+    EngineOptions.
     """
 
     def __init__(
@@ -192,15 +191,11 @@ class State(nn.Module):
         return process(self.logits_processor, logits, self.tokens, pos)
 
     def noise(self, pos: Tensor, purpose: int = PLAIN_DRAW) -> Tensor:
-        """Uniform numbers (B, T) for tokens at pos (B, T): those of plain decoding, or for another
-        purpose this round's own. Greedy sampling decides alike with any numbers, and gets zeros."""
+        """Uniform numbers (B, T) for tokens at pos (B, T). Greedy sampling decides alike with any
+        numbers, and gets zeros."""
         if self.sampling_path == GREEDY:
             return torch.zeros(pos.shape, device=pos.device)
-        seed = self.seed[:, None].expand_as(pos)
-        if purpose == PLAIN_DRAW:
-            return uniform(seed, pos)
-        start = self.pos[:, None]
-        return round_uniform(seed, start, pos - start, purpose)
+        return row_noise(self.seed, self.pos, pos, purpose)
 
     def record_logprobs(
         self, logits: Tensor, processed: Tensor, tokens: Tensor, q: Tensor | None = None

@@ -451,8 +451,7 @@ def test_greedy_steps_draw_no_numbers(folder_of, drafted, monkeypatch):
     def refuse(*_):
         raise AssertionError("a number was drawn")
 
-    monkeypatch.setattr("decoding.state.uniform", refuse)
-    monkeypatch.setattr("decoding.state.round_uniform", refuse)
+    monkeypatch.setattr("decoding.state.row_noise", refuse)
     assert rows_of(model, PROMPTS, engine=engine) == want
     with pytest.raises(AssertionError, match="a number was drawn"):
         rows_of(model, PROMPTS, engine=engine, sampling=SAMPLED)
