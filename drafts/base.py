@@ -1,16 +1,18 @@
 """What a drafter is: it proposes K tokens for every row, and says what it drew them from.
 
-    Draft               K tokens of every row, and what they were drawn from;  no_draft  none
+    Draft               K tokens of every row, and what they were drawn from
     Drafter             the interface of a drafter;  propose  its draft for a step
     ModelDraft          a second model with its own cache, or part of the target on the target's
                         cache;  ParallelDraft  one that drafts in one pass
     CustomDraft         any object with `propose`
+    DraftSource         a draft that was checked and is not loaded yet, with its LoadOptions
 
 speculative.py verifies what drafters propose, and decoding/engine.py asks for it.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 import decoding.sampling as sampling
 from decoding.memory import Memories
 from decoding.sampling import DRAFT_DRAW, draw
-from model import Caches, Transformer, row_view
+from model import Caches, Config, Transformer, row_view
 
 
 class Draft(NamedTuple):
@@ -38,14 +40,6 @@ class Draft(NamedTuple):
         ahead = torch.arange(self.tokens.size(1), device=limits.device)  # (K,)
         is_within = ahead < limits[:, None]  # (B, K)
         return self._replace(q=torch.where(is_within[..., None], self.q, 0))
-
-
-def no_draft(batch: nn.Module, k: int, vocab_size: int) -> Draft:
-    """K tokens that are no draft. Verification still runs them: each row's last one, whose states
-    are known to be finite."""
-    last = batch.tokens.gather(1, batch.pos[:, None])  # (B, 1)
-    q = torch.zeros(len(last), k, vocab_size, device=last.device)  # (B, K, V)
-    return Draft(last.expand(-1, k), q)
 
 
 class Drafter(nn.Module):
@@ -126,9 +120,11 @@ class Drafter(nn.Module):
 
 def propose(drafter: Drafter | None, batch: nn.Module, plan) -> Draft:
     """The tokens that a drafter proposes for a step. Without one a step of fixed width runs K
-    tokens that are no draft."""
+    tokens that are no draft: each row's last one, whose states are known to be finite."""
     if drafter is None:
-        return no_draft(batch, plan.k, batch.vocab_size)
+        last = batch.tokens.gather(1, batch.pos[:, None])  # (B, 1)
+        q = torch.zeros(len(last), plan.k, batch.vocab_size, device=last.device)  # (B, K, V)
+        return Draft(last.expand(-1, plan.k), q)
     draft = Draft(*drafter.propose(batch, plan))
     num_drafted = draft.tokens.size(1)
     assert num_drafted == plan.k, f"{num_drafted} tokens were drafted instead of {plan.k}"
@@ -295,3 +291,34 @@ class CustomDraft(Drafter):
         super().__init__()
         self.propose = drafter.propose
         self.expect = getattr(drafter, "expect", self.expect)
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a draft's model is loaded: its dtype and scheme; `sharded`: divided over the ranks;
+    `progress`: with a bar."""
+
+    dtype: str | None = None
+    quantize: str | None = None
+    sharded: bool = False
+    progress: bool = False
+
+
+class DraftSource:
+    """A draft for a target, which was checked and is not loaded yet: to make a source reads no
+    weights, and raises UserError for a draft that cannot fit.
+
+    `origin`: the Checkpoint of a folder, or the text behind a spec's colon; `config`: the
+    target's."""
+
+    def __init__(self, origin, config: Config, options: LoadOptions):
+        self.origin = origin
+        self.options = options
+        self.check(config)
+
+    def check(self, config: Config) -> None:
+        """Read what says what the draft is."""
+
+    def load(self, target: Transformer, tokenizer) -> Drafter:
+        """The drafter, not packed."""
+        raise NotImplementedError

@@ -1,23 +1,30 @@
 """DFlash (arXiv:2602.06036): a few layers over the target's hidden states draw a block of tokens in
 one pass.
 
-    DFlash          settings of config.json that a Qwen3 model does not have, in three layouts:
-                    z-lab's (github.com/z-lab/dflash), speculators'
-                    (github.com/vllm-project/speculators), and DeepSpec's, with DSpark's Markov head
-                    (arXiv:2607.05147, github.com/deepseek-ai/DeepSpec)
-    DFlashModel     the target's hidden states -> keys and values of decided tokens; a block ->
-                    hidden states
-    DFlashDraft     runs a block of the last decided token and masks. In z-lab's layout the i-th
-                    mask draws token i, in DeepSpec's the last token draws token 1, and in
-                    speculators' config.json says which
-    check           reads a published folder's config.json
+A block is the last decided token and masks behind it. Its width is that of the training, whatever K
+is. One pass of the draft's layers runs it, and the hidden states of K of its positions draw the K
+tokens: those of the masks in z-lab's layout, in DeepSpec's those of the last decided token and of
+K - 1 masks; in speculators' config.json says which.
+
+The block attends to itself and to all decided positions. These never run as tokens: each has a
+context, which `fuse` makes of the target's states there (hidden_states.py has their numbers), and
+the layers make keys and values of it. A round therefore first writes those of the tokens that the
+last round decided, except for the newest, whose states the target has yet to compute and which
+stands in the block.
+
+    DFlash          settings of config.json that a Qwen3 model does not have
+    DFlashModel     contexts -> keys and values; a block -> hidden states
+    DFlashDraft     its drafter
+    DFlashSource    a folder in any of three layouts: z-lab's (github.com/z-lab/dflash),
+                    speculators' (github.com/vllm-project/speculators), and DeepSpec's, with
+                    DSpark's Markov head (arXiv:2607.05147, github.com/deepseek-ai/DeepSpec);
+                    dflash_of reads its config.json
 
 A draft uses the embedding and the head of its target where its folder stores none. q_i depends on
 no drafted token, or with a Markov head on the one before it, which is drawn first, so rejection
 sampling applies unchanged.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -27,13 +34,12 @@ from drafts.base import ParallelDraft
 from drafts.hidden_states import (
     HiddenStateDraft,
     HiddenStateModel,
+    HiddenStateSource,
     check_target,
     layer_config,
-    loader,
-    read_layer_ids,
+    read_state_ids,
 )
 from drafts.vocabulary import read_token_id
-from loading.checkpoint import Checkpoint
 from loading.config import Section
 from model import Caches, Config, Linear, RMSNorm, apply_rope_partly
 
@@ -45,7 +51,7 @@ OTHER_LAYOUTS = ("speculators_model_type", "draft_vocab_size", "sample_from_anch
 class DFlash(NamedTuple):
     block_size: int  # tokens of a block, the last decided one included
     mask: int  # the id of the mask token
-    target_layer_ids: tuple[int, ...]  # the target's layers whose outputs go into `fc`
+    state_ids: tuple[int, ...]  # of the target, which go into `fc`
     has_anchor: bool = False  # the last decided token draws too
     markov_rank: int = 0  # of the Markov head; 0: there is none
     vocab_size: int = 0  # of the draft's head; 0: the target's
@@ -56,7 +62,7 @@ class DFlashModel(HiddenStateModel):
     values of their context, a state made of the target's hidden states. Layers with a window are
     causal; others see all of the block."""
 
-    layers_key = "dflash_config.target_layer_ids, which counts layers from 0"
+    states_key = "dflash_config.target_layer_ids, which counts layers from 0"
 
     def __init__(self, config: Config, dflash: DFlash, has_embed: bool = False):
         """`has_embed`: with an embedding and a head of its own, as DeepSpec's have anyway."""
@@ -71,17 +77,14 @@ class DFlashModel(HiddenStateModel):
         if R:
             self.markov_head.markov_w1 = nn.Embedding(V, R)
             self.markov_head.markov_w2 = Linear(R, V, bias=False)
-        num_inputs = len(dflash.target_layer_ids) * config.dim
+        self.state_ids = dflash.state_ids
+        num_inputs = len(dflash.state_ids) * config.dim
         self.fc = Linear(num_inputs, config.dim, bias=False)
         self.hidden_norm = RMSNorm(config.dim, config.norm_eps)
 
-    @property
-    def aux_layer_ids(self) -> tuple[int, ...]:
-        return tuple(i + 1 for i in self.dflash.target_layer_ids)
-
-    def fuse(self, *hidden_states: Tensor) -> Tensor:
-        """The outputs (B, T, D) of the target's layers -> the context (B, T, D)."""
-        return self.hidden_norm(self.fc(torch.cat(hidden_states, dim=-1)))
+    def fuse(self, *states: Tensor) -> Tensor:
+        """The target's states (B, T, D) -> the context (B, T, D)."""
+        return self.hidden_norm(self.fc(torch.cat(states, dim=-1)))
 
     def keys_values(
         self,
@@ -178,11 +181,16 @@ class DFlashDraft(HiddenStateDraft, ParallelDraft):
             self.draw(state, h[:, i : i + 1], pos + i + 1, self.model.markov_head(before))
 
 
-def check(checkpoint: Checkpoint, config: Config) -> Callable[..., DFlashDraft]:
-    """Check a DFlash folder and return its loader (drafts.registry.folder_check). UserError for
-    a wrong config.json."""
-    dflash, draft_config = dflash_of(checkpoint.hf, config)
-    return loader(checkpoint, lambda: DFlashModel(draft_config, dflash, True), DFlashDraft)
+class DFlashSource(HiddenStateSource):
+    """A DFlash folder in any of these layouts. UserError for a wrong config.json."""
+
+    draft_class = DFlashDraft
+
+    def check(self, config: Config) -> None:
+        self.dflash, self.config = dflash_of(self.origin.hf, config)
+
+    def new_model(self) -> DFlashModel:
+        return DFlashModel(self.config, self.dflash, True)
 
 
 def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:
@@ -208,15 +216,15 @@ def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:
     block_size = section.size("block_size", max_size=MAX_BLOCK)
     mask = read_token_id(options, "mask_token_id", target.vocab_size)
     if layer is hf:
-        layer_ids = read_layer_ids(options, "target_layer_ids", target.n_layers - 2)
-    else:  # inputs of layers
-        inputs = read_layer_ids(hf, "aux_hidden_state_layer_ids", target.n_layers - 1)
-        layer_ids = tuple(i - 1 for i in inputs)
+        highest = target.n_layers - 2
+        state_ids = read_state_ids(options, "target_layer_ids", highest, are_outputs=True)
+    else:
+        state_ids = read_state_ids(hf, "aux_hidden_state_layer_ids", target.n_layers - 1)
     rank = hf.get("markov_rank") and hf.size("markov_rank")
     if rank and hf.get("markov_head_type") != "vanilla":
         raise hf.refused("markov_head_type", "is not supported; supported: 'vanilla'")
     vocab_size = hf.size("draft_vocab_size", target.vocab_size)
-    return DFlash(block_size, mask, layer_ids, has_anchor, rank or 0, vocab_size), config
+    return DFlash(block_size, mask, state_ids, has_anchor, rank or 0, vocab_size), config
 
 
 def speculators_layer(hf: Section) -> Section:

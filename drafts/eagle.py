@@ -1,30 +1,32 @@
 """EAGLE-3 (arXiv:2503.01840): one layer drafts from the target's hidden states before each token.
 
+A token is paired with a state of the position before it (hidden_states.PairModel). Of a decided
+token it is made of several of the target's states by `fuse`; of a drafted token it is the draft's
+own from the pass before. Attention reads token and state side by side, so the inputs of its product
+for queries, keys and values are twice as wide, and the state alone is the residual stream.
+
     EagleModel      pairs (token, state before it) -> logits at the target's ids
     EagleDraft      its drafter
-    eagle_of        reads the config.json of three published layouts: SafeAILab's
+    EagleSource     a folder in any of three published layouts: SafeAILab's
                     (github.com/SafeAILab/EAGLE, tensors `midlayer.*`), speculators'
                     (github.com/vllm-project/speculators, `layers.0.*`), and DeepSpec's
-                    (github.com/deepseek-ai/DeepSpec, likewise, with a layer of Qwen3)
-    check           reads the config.json of a folder in any of these layouts
-
-A token is paired with the hidden state of the position before it (hidden_states.PairModel).
+                    (github.com/deepseek-ai/DeepSpec, likewise, with a layer of Qwen3);  eagle_of
+                    and state_ids_of read its config.json
 """
 
 import sys
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from drafts.hidden_states import (
+    HiddenStateSource,
     PairDraft,
     PairModel,
     check_target,
     layer_config,
-    loader,
-    read_layer_ids,
+    read_state_ids,
 )
 from loading.checkpoint import Checkpoint
 from loading.config import Section
@@ -40,21 +42,20 @@ SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 class Eagle(NamedTuple):
     layer: dict  # config.json of a Llama or Qwen3 with one layer
     vocab_size: int  # of the draft's head
-    # The target's layers whose inputs go into `fc`; their number is the last output.
-    aux_layer_ids: tuple[int, ...]
+    state_ids: tuple[int, ...]  # of the target, which go into `fc`
     target_dim: int
     norm_before_residual: bool  # the residual stream begins with the normed state
     norm_before_fc: bool  # one norm over all inputs of `fc`
-    fc_norm: bool  # a norm for every layer's input of `fc`
+    fc_norm: bool  # a norm for every state in it
     norm_output: bool  # a drafted token's state is normed, as the head's input is
-    assumption: str = ""  # how config.json was read where it leaves `aux_layer_ids` open
+    assumption: str = ""  # how config.json was read where it leaves `state_ids` open
 
 
 class EagleModel(PairModel):
     """One block whose attention reads a token's embedding and a state (B, T, D), the target's or
     the draft's."""
 
-    layers_key = f'"{STATES_KEY}": [...]'
+    states_key = f'"{STATES_KEY}": [...]'
 
     def __init__(
         self,
@@ -65,9 +66,10 @@ class EagleModel(PairModel):
         super().__init__(config, eagle.vocab_size)
         D = config.dim
         eps = config.norm_eps
-        num_inputs = len(eagle.aux_layer_ids) * eagle.target_dim
+        num_inputs = len(eagle.state_ids) * eagle.target_dim
         self.eagle = eagle
-        self.aux_layer_ids = eagle.aux_layer_ids
+        self.recycles_normed = eagle.norm_output
+        self.state_ids = eagle.state_ids
         attention = self.layers[0].attention
         attention.qkv = Linear(2 * D, attention.qkv.out_features, bias=config.qkv_bias)
         if not has_embed:
@@ -75,20 +77,15 @@ class EagleModel(PairModel):
         self.layers[0].hidden_norm = RMSNorm(D, eps)
         self.fc = Linear(num_inputs, D, bias=False)
         self.input_norm = RMSNorm(num_inputs, eps) if eagle.norm_before_fc else nn.Identity()
-        num_norms = len(eagle.aux_layer_ids) if eagle.fc_norm else 0
+        num_norms = len(eagle.state_ids) if eagle.fc_norm else 0
         self.fc_norm = nn.ModuleList(RMSNorm(eagle.target_dim, eps) for _ in range(num_norms))
 
-    def fuse(self, *aux_states: Tensor) -> Tensor:
-        """The residual streams (B, T, D of the target) that entered the auxiliary layers -> a state
-        (B, T, D)."""
+    def fuse(self, *states: Tensor) -> Tensor:
+        """The target's states (B, T, D of the target) -> one state (B, T, D)."""
         if self.eagle.fc_norm:
-            aux_states = [norm(x) for norm, x in zip(self.fc_norm, aux_states)]
-        x = torch.cat(aux_states, dim=-1)
+            states = [norm(x) for norm, x in zip(self.fc_norm, states)]
+        x = torch.cat(states, dim=-1)
         return self.fc(self.input_norm(x))
-
-    @property
-    def recycles_normed(self) -> bool:
-        return self.eagle.norm_output
 
     def stream(
         self,
@@ -123,12 +120,18 @@ class EagleDraft(PairDraft):
     """The drafter of an EagleModel."""
 
 
-def check(checkpoint: Checkpoint, config: Config) -> Callable[..., EagleDraft]:
-    """Check an EAGLE-3 folder and return its loader (drafts.registry.folder_check). UserError for
-    a wrong config.json."""
-    eagle = eagle_of(checkpoint.hf, config)
-    layer = layer_config(Section(eagle.layer), Section(checkpoint.hf))
-    return loader(checkpoint, lambda: EagleModel(layer, eagle, True), EagleDraft)
+class EagleSource(HiddenStateSource):
+    """An EAGLE-3 folder in any of these layouts. UserError for a wrong config.json."""
+
+    draft_class = EagleDraft
+
+    def check(self, config: Config) -> None:
+        hf = self.origin.hf
+        self.eagle = eagle_of(hf, config)
+        self.layer = layer_config(Section(self.eagle.layer), Section(hf))
+
+    def new_model(self) -> EagleModel:
+        return EagleModel(self.layer, self.eagle, True)
 
 
 def eagle_of(hf: dict, target: Config) -> Eagle:
@@ -150,32 +153,31 @@ def eagle_of(hf: dict, target: Config) -> Eagle:
     settings |= {key: value for key, value in hf.items() if value is not None}
     if settings.get("use_aux_hidden_state") is False:
         raise settings.refused("use_aux_hidden_state", "is not supported; only true is")
-    aux_layer_ids, assumption = aux_layer_ids_of(settings, target)
+    state_ids, assumption = state_ids_of(settings, target)
     switches = [settings.flag(key) for key in SWITCHES]
-    return Eagle(dict(layer), vocab_size, aux_layer_ids, target.dim, *switches, assumption)
+    return Eagle(dict(layer), vocab_size, state_ids, target.dim, *switches, assumption)
 
 
-def aux_layer_ids_of(settings: Section, target: Config) -> tuple[tuple[int, ...], str]:
-    """The layers whose inputs the draft reads, and the assumption that this rests on, or "".
+def state_ids_of(settings: Section, target: Config) -> tuple[tuple[int, ...], str]:
+    """The states of the target that the draft reads, and the assumption that this rests on, or "".
 
-    DeepSpec's `target_layer_ids` are outputs. Without a key they default to 2, L // 2 and L - 3.
+    DeepSpec's `target_layer_ids` are outputs. Without a key the states are 2, L // 2 and L - 3.
     Other published files disagree on whether ids count layer inputs or outputs: a list that starts
     with 1 is read as outputs (except for gpt-oss), any other as inputs, as in SGLang (pull requests
     25454 and 32334, which measured the acceptance of published heads). vLLM always reads inputs.
     """
     L = target.n_layers
     if settings.get("target_layer_ids"):
-        outputs = read_layer_ids(settings, "target_layer_ids", L - 1)
-        return tuple(i + 1 for i in outputs), ""
+        return read_state_ids(settings, "target_layer_ids", L - 1, are_outputs=True), ""
     keys = [key for key in (STATES_KEY, *OUTER_KEYS) if settings.get(key)]
     if not keys:
         return (2, L // 2, L - 3), "its config.json names no layers of the target"
     key = keys[0]
-    layer_ids = read_layer_ids(settings, key, L)
-    if key == STATES_KEY or layer_ids[0] != 1:
-        return layer_ids, ""
+    state_ids = read_state_ids(settings, key, L)
+    if key == STATES_KEY or state_ids[0] != 1:
+        return state_ids, ""
     assumption = f"{key} = {settings[key]} begins with 1"
     if target.family == "gpt_oss":
-        return layer_ids, f"{assumption}, and is read as in other drafts for gpt-oss"
-    outputs = read_layer_ids(settings, key, L - 1)
-    return tuple(i + 1 for i in outputs), f"{assumption}, and is read as outputs of layers from 0"
+        return state_ids, f"{assumption}, and is read as in other drafts for gpt-oss"
+    state_ids = read_state_ids(settings, key, L - 1, are_outputs=True)
+    return state_ids, f"{assumption}, and is read as outputs of layers from 0"

@@ -1,13 +1,19 @@
 """Drafts that read the target's hidden states at some layers: what EAGLE-3, DFlash and MTP heads
 share.
 
-AuxHiddenStates     the residual stream at one layer, by position
-HiddenStateModel    a draft model that reads them, and its tensors in a folder
+A target of L layers has L + 1 states at each position, which are numbered alike everywhere in this
+project: state 0 is the embedding, and state i is what leaves the i-th layer and enters the next.
+Published files count in two ways. Some name the layers whose inputs they read, counted from 0:
+these numbers are the states'. Others name the layers whose outputs they read, counted from 0, which
+is one less. `read_state_ids` converts them where a config.json is read.
+
+AuxHiddenStates     one state of the target, by position
+HiddenStateModel    a draft model that reads some of them, and its tensors in a folder
 HiddenStateDraft    makes the target record them
 PairModel           a block that reads pairs of a token and the state before it
 PairDraft           pairs decided tokens with the target's states, drafted ones with the draft's
-layer_config        the Config of a draft's layers
-loader, fill_parts  read a published folder
+HiddenStateSource   a published folder; layer_config, check_target, read_state_ids and fill_parts
+                    read its parts
 """
 
 import math
@@ -19,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from decoding.errors import UserError
-from drafts.base import ModelDraft
+from drafts.base import DraftSource, ModelDraft
 from drafts.vocabulary import gather_logits
 from loading.checkpoint import Checkpoint
 from loading.config import NEOX_KEYS, Section, config_from_hf
@@ -31,8 +37,8 @@ from weights.walker import quantized_copy
 
 
 class AuxHiddenStates(nn.Module):
-    """The input of one layer of the target, (B, S, D) at fixed addresses, written like its caches:
-    the next pass overwrites everything beyond the last decided token."""
+    """One state of the target, (B, S, D) at fixed addresses, written like its caches: the next pass
+    overwrites everything beyond the last decided token."""
 
     def __init__(self, B: int, S: int, like: Tensor):
         """For B rows of S positions; `like` (D,) has their dtype and device."""
@@ -64,16 +70,15 @@ class AuxHiddenStates(nn.Module):
 
 
 class HiddenStateModel(Transformer):
-    """A draft model whose `fuse` makes one state of the target's streams that enter the layers
-    `aux_layer_ids`; the number of its layers stands for what leaves the last one. Embedding and
+    """A draft model whose `fuse` makes one state of the target's states `state_ids`. Embedding and
     head are None where they are the target's.
 
     `vocab_size`: of the draft's head, whose tokens may be few of the target's. `ids` (V,): of each
     of the target's ids the draft's, -1 for none; None where they are the same.
     """
 
-    aux_layer_ids: tuple[int, ...]
-    layers_key: str  # of config.json, which names the layers
+    state_ids: tuple[int, ...]
+    states_key: str  # of config.json, which names them
     fc: Linear
     # Modules that a Transformer does not have.
     OWN = ("fc", "hidden_norm", "input_norm", "markov_head")
@@ -87,9 +92,9 @@ class HiddenStateModel(Transformer):
     def advice(self) -> str:
         """What may be wrong if hardly any token is accepted."""
         return (
-            f"The draft reads hidden states {list(self.aux_layer_ids)} of the target, where 0 is"
+            f"The draft reads hidden states {list(self.state_ids)} of the target, where 0 is"
             f" the embedding and i the output of the i-th layer; if it was trained on others, name"
-            f" them in its config.json as {self.layers_key}"
+            f" them in its config.json as {self.states_key}"
         )
 
     def head(self, h: Tensor) -> Tensor:
@@ -123,8 +128,8 @@ class HiddenStateModel(Transformer):
 
     def target_states(self, caches: Caches, pos: Tensor) -> Tensor:
         """The fused state (B, T, D) at each of the target's positions pos (B, T)."""
-        streams = [caches.aux_hidden_states[i].read(pos) for i in self.aux_layer_ids]
-        return self.fuse(*streams)
+        states = [caches.aux_hidden_states[i].read(pos) for i in self.state_ids]
+        return self.fuse(*states)
 
     def stored_parts(self) -> Iterator[tuple[str, Tensor]]:
         """(a tensor's name in a folder, the part of a parameter that it fills)."""
@@ -160,25 +165,6 @@ class HiddenStateModel(Transformer):
             self.register_buffer("ids", ids.to(self.norm.weight.device), persistent=False)
 
 
-def check_target_ids(target_ids: Tensor, V: int, path: Path) -> None:
-    """UserError unless a draft's tokens (n,) stand for different ids of the target's V."""
-    is_outside = (target_ids < 0) | (target_ids >= V)
-    if is_outside.any():
-        draft_id = is_outside.nonzero()[0].item()
-        raise UserError(
-            f"{path}: d2t gives token {draft_id} the target's id {target_ids[draft_id]}, and the"
-            f" target has {V}: this draft was made for another target"
-        )
-    unique_ids, counts = target_ids.unique(return_counts=True)
-    if len(unique_ids) < len(target_ids):
-        repeated_id = unique_ids[counts > 1][0]
-        draft_ids = (target_ids == repeated_id).nonzero().flatten().tolist()
-        raise UserError(
-            f"{path}: d2t gives tokens {draft_ids[0]} and {draft_ids[1]} the same id of the"
-            f" target's, {repeated_id}: fetch the file again"
-        )
-
-
 class HiddenStateDraft(ModelDraft):
     """The drafter of a HiddenStateModel. Decoding stays lossless even if the draft reads hidden
     states that it was not trained on, so such a mismatch shows only as a low acceptance rate."""
@@ -191,18 +177,18 @@ class HiddenStateDraft(ModelDraft):
         maybe_compile: Callable,
     ) -> None:
         self.model.borrow(target.model)
-        streams = self.record_hidden_states(state.pos.size(0), target)
+        states = self.record_hidden_states(state.pos.size(0), target)
         super().setup(state, k_max, target, maybe_compile)
-        self.runner.caches = self.runner.caches._replace(aux_hidden_states=streams)
+        self.runner.caches = self.runner.caches._replace(aux_hidden_states=states)
 
     def record_hidden_states(self, B: int, target) -> dict[int, AuxHiddenStates]:
         """Make the target's ModelRunner record what the model reads, from now on."""
         like = target.model.norm.weight
         S = target.S + target.slack
         with torch.inference_mode(False):  # plain tensors, which any later code may write to
-            streams = {i: AuxHiddenStates(B, S, like) for i in self.model.aux_layer_ids}
-        target.caches = target.caches._replace(aux_hidden_states=streams)
-        return streams
+            states = {i: AuxHiddenStates(B, S, like) for i in self.model.state_ids}
+        target.caches = target.caches._replace(aux_hidden_states=states)
+        return states
 
 
 class PairModel(HiddenStateModel):
@@ -250,8 +236,7 @@ class PairModel(HiddenStateModel):
         pos: Tensor,
         caches: Caches,
     ) -> Tensor:
-        """Normed states (B, T, D) of decided tokens. `caches.aux_hidden_states` has the target's
-        streams."""
+        """Normed states (B, T, D) of decided tokens."""
         pos = pos.expand(tokens.shape)
         state = self.state_before(pos, caches)
         return self.norm(self.stream(tokens, pos, caches, state))
@@ -314,12 +299,35 @@ def check_target(section: Section, sizes: dict[str, int]) -> None:
             raise section.refused(key, f"is of another target: this one has {size}")
 
 
-def read_layer_ids(section: Section, key: str, highest: int) -> tuple[int, ...]:
+def read_state_ids(
+    section: Section, key: str, highest: int, are_outputs: bool = False
+) -> tuple[int, ...]:
+    """The states that a list of config.json names by their layers, 0 to `highest`: by the layers
+    that they enter, or by those that they leave if `are_outputs`. UserError for another list."""
     ids = section.get(key)
     is_list = isinstance(ids, list) and len(ids) > 0
     if not is_list or not all(type(i) is int and 0 <= i <= highest for i in ids):
         raise section.refused(key, f"must be layers of the target, 0 to {highest}")
-    return tuple(ids)
+    return tuple(i + are_outputs for i in ids)
+
+
+def check_target_ids(target_ids: Tensor, V: int, path: Path) -> None:
+    """UserError unless a draft's tokens (n,) stand for different ids of the target's V."""
+    is_outside = (target_ids < 0) | (target_ids >= V)
+    if is_outside.any():
+        draft_id = is_outside.nonzero()[0].item()
+        raise UserError(
+            f"{path}: d2t gives token {draft_id} the target's id {target_ids[draft_id]}, and the"
+            f" target has {V}: this draft was made for another target"
+        )
+    unique_ids, counts = target_ids.unique(return_counts=True)
+    if len(unique_ids) < len(target_ids):
+        repeated_id = unique_ids[counts > 1][0]
+        draft_ids = (target_ids == repeated_id).nonzero().flatten().tolist()
+        raise UserError(
+            f"{path}: d2t gives tokens {draft_ids[0]} and {draft_ids[1]} the same id of the"
+            f" target's, {repeated_id}: fetch the file again"
+        )
 
 
 @torch.no_grad()
@@ -337,30 +345,29 @@ def fill_parts(
         part.copy_(tensors[name][...])
 
 
-def loader(
-    checkpoint: Checkpoint,
-    new_model: Callable[[], HiddenStateModel],
-    draft_class: type[HiddenStateDraft],
-) -> Callable:
-    """The loader of a folder whose config.json has been read, as of drafts.registry.folder_check.
-    new_model() is filled with its tensors in the target's dtype, and not packed."""
+class HiddenStateSource(DraftSource):
+    """A published folder of such a draft. A subclass reads its config.json, and makes the model
+    that `load` fills."""
 
-    def load(
-        target: Transformer, tokenizer, *, quantize: str | None, sharded: bool, **options
-    ) -> HiddenStateDraft:
-        if sharded:
+    draft_class: type[HiddenStateDraft]
+
+    def new_model(self) -> HiddenStateModel:
+        raise NotImplementedError
+
+    def load(self, target: Transformer, tokenizer) -> HiddenStateDraft:
+        """The drafter, in the target's dtype."""
+        checkpoint = self.origin
+        if self.options.sharded:
             raise UserError(
                 f"--draft_tp sharded: {checkpoint.path} reads the target's hidden states, and every"
                 f" rank holds such a draft in full"
             )
         like = target.norm.weight
         with torch.device("meta"):
-            model = to_dtype(new_model(), like.dtype)
+            model = to_dtype(self.new_model(), like.dtype)
         model.drop_unstored(checkpoint, target.config.vocab_size)
         allocate(model, like.device)
         model.fill(checkpoint, target.config)
-        if quantize:
-            model = quantized_copy(model, quantize)
-        return draft_class(model)
-
-    return load
+        if self.options.quantize:
+            model = quantized_copy(model, self.options.quantize)
+        return self.draft_class(model)

@@ -22,7 +22,8 @@ from torch import nn
 from decoding.costs import expected_tokens
 from decoding.draft_length import MIN_GAIN, Gains
 from decoding.memory import Memory
-from drafts.base import Draft, Drafter
+from drafts.base import Draft, Drafter, DraftSource
+from model import Transformer
 
 
 class Choice:
@@ -92,3 +93,15 @@ class HybridDraft(Drafter):
             draft.tokens[rows] = first.tokens[rows]  # other memories' requests take it
             draft.q[rows] = first.q[rows]
         return draft
+
+
+class HybridSource(DraftSource):
+    """`--draft suffix,OTHER`: the sources of both."""
+
+    def __init__(self, first: DraftSource, second: DraftSource):
+        self.first = first
+        self.second = second
+
+    def load(self, target: Transformer, tokenizer) -> HybridDraft:
+        first = self.first.load(target, tokenizer)
+        return HybridDraft(first, self.second.load(target, tokenizer))

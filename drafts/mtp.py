@@ -3,7 +3,8 @@ state before each token.
 
     Mtp         how a family's head is stored and fed;  HEADS  model_type -> Mtp
     MtpModel    pairs (token, state before it) -> logits
-    mtp_of      the Mtp of a target's family;  check  reads the config.json of a folder with a head
+    mtp_of      the Mtp of a target's family
+    MtpSource   a folder with a head, whose config.json head_of reads
 
 With t a token and h the state before it,
 
@@ -21,7 +22,7 @@ recycles MiMo's state normed); vLLM, exaone_moe_mtp.py; FastDeploy, ernie4_5_mtp
 glm4-moe.cpp.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -29,7 +30,13 @@ import torch
 from torch import Tensor, nn
 
 from decoding.errors import UserError
-from drafts.hidden_states import PairDraft, PairModel, check_target, fill_parts, loader
+from drafts.hidden_states import (
+    HiddenStateSource,
+    PairDraft,
+    PairModel,
+    check_target,
+    fill_parts,
+)
 from loading.checkpoint import Checkpoint
 from loading.config import Section
 from loading.families import FAMILIES
@@ -109,7 +116,7 @@ class MtpModel(PairModel):
         super().__init__(config, config.vocab_size)
         self.mtp = mtp
         self.recycles_normed = mtp.recycles_normed
-        self.aux_layer_ids = (n_layers,)
+        self.state_ids = (n_layers,)
         self.embed = None
         self.lm_head = None
         self.enorm = RMSNorm(config.dim, config.norm_eps)
@@ -146,7 +153,7 @@ class MtpModel(PairModel):
         return self.layers[0](x, pos, rope, visible, caches.layers[0])
 
     def stored_parts(self) -> Iterator[tuple[str, Tensor]]:
-        prefix = self.mtp.prefix.format(*self.aux_layer_ids)
+        prefix = self.mtp.prefix.format(*self.state_ids)
         names = dict(zip(OWN, self.mtp.names))
         for name, parameter in self.named_parameters():
             module, _, part = name.rpartition(".")
@@ -174,10 +181,22 @@ class MtpDraft(PairDraft):
     """The drafter of an MtpModel."""
 
 
-def check(checkpoint: Checkpoint, config: Config) -> Callable[..., MtpDraft]:
-    """Check a folder or GGUF file with an MTP head for a target of this Config, and return its
-    loader (drafts.registry.folder_check). UserError names what declares a head that cannot be
-    read, or the tensor that is missing."""
+class MtpSource(HiddenStateSource):
+    """A folder or a GGUF file with an MTP head."""
+
+    draft_class = MtpDraft
+
+    def check(self, config: Config) -> None:
+        self.n_layers = config.n_layers
+        self.mtp, self.config = head_of(self.origin, config)
+
+    def new_model(self) -> MtpModel:
+        return MtpModel(self.config, self.mtp, self.n_layers)
+
+
+def head_of(checkpoint: Checkpoint, config: Config) -> tuple[Mtp, Config]:
+    """How the head is stored and fed, and its layer's Config, for a target of this Config.
+    UserError names what declares a head that cannot be read, or the tensor that is missing."""
     hf = Section(checkpoint.hf)
     for key in COUNTS:
         if hf.get(key) and hf.size(key) > 1:
@@ -201,8 +220,7 @@ def check(checkpoint: Checkpoint, config: Config) -> Callable[..., MtpDraft]:
             f"the MTP head is missing: there is no tensor {eh_proj}; mtp:DIR reads the head of"
             f" another folder"
         )
-    layer = head_config(hf, config, mtp)
-    return loader(checkpoint, lambda: MtpModel(layer, mtp, config.n_layers), MtpDraft)
+    return mtp, head_config(hf, config, mtp)
 
 
 def head_config(hf: Section, config: Config, mtp: Mtp) -> Config:

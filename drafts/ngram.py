@@ -2,7 +2,7 @@
 
 from decoding.scheduler import Request
 from drafts.base import Drafter
-from drafts.suffix import DraftToken, IndexedText, SuffixDraft
+from drafts.suffix import DraftToken, IndexedText, SuffixDraft, SuffixSource
 
 
 class NgramDraft(SuffixDraft):
@@ -25,3 +25,9 @@ class NgramDraft(SuffixDraft):
         period = len(text.ids) - begin
         ids = [text.ids[begin + i % period] for i in range(self.max_length)]
         return [DraftToken(id, 1.0, self.n) for id in ids]
+
+
+class NgramSource(SuffixSource):
+    """`--draft ngram[:N]`: matches have N tokens."""
+
+    draft_class = NgramDraft

@@ -5,16 +5,13 @@ q_i depends on the decided tokens and i - 1 masks, not on drafted tokens, so rej
 applies unchanged.
 """
 
-import functools
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
-from drafts.base import ParallelDraft
+from drafts.base import DraftSource, ParallelDraft
 from drafts.translated import load_translated
 from drafts.vocabulary import read_token_id
-from loading.checkpoint import Checkpoint, load_config
+from loading.checkpoint import load_config
 from loading.config import Section
 from loading.tokenizer import Tokenizer
 from model import Caches, Config, Transformer
@@ -49,19 +46,14 @@ def pard_token(hf: dict) -> int:
     return read_token_id(hf, "pard_token", hf.size("vocab_size"))
 
 
-def check(checkpoint: Checkpoint, config: Config) -> Callable[..., PardDraft]:
-    """Check a PARD folder and return its loader (drafts.registry.folder_check). UserError for a
-    wrong mask."""
-    mask = pard_token(checkpoint.hf)
-    load_config(checkpoint)
-    return functools.partial(load, checkpoint, mask)
+class PardSource(DraftSource):
+    """A PARD folder. UserError for a wrong mask."""
 
+    def check(self, config: Config) -> None:
+        self.mask = pard_token(self.origin.hf)
+        load_config(self.origin)
 
-def load(
-    checkpoint: Checkpoint, mask: int, target: Transformer, tokenizer: Tokenizer, **options
-) -> PardDraft:
-    """A PARD folder for this target, not packed. `options` are those of
-    drafts.translated.load_translated."""
-    model = load_translated(checkpoint, target, tokenizer, mask, **options)
-    is_translated = hasattr(model.embed, "ids")
-    return PardDraft(model, model.config.vocab_size if is_translated else mask)
+    def load(self, target: Transformer, tokenizer: Tokenizer) -> PardDraft:
+        model = load_translated(self.origin, target, tokenizer, self.options, self.mask)
+        is_translated = hasattr(model.embed, "ids")
+        return PardDraft(model, model.config.vocab_size if is_translated else self.mask)

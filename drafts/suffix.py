@@ -4,7 +4,7 @@ requests.
     IndexedText     tokens with an index, which finds the tokens that followed the longest suffix of
                     a context
     SuffixDraft     drafts from the request's text and from earlier answers, and their expected
-                    acceptance
+                    acceptance;  SuffixSource  its spec
 
 The index is a set of dicts on the host, and the host also chooses K. A look-up takes 50 to 100 us
 whatever the pool's size, and needs only tokens that the host receives anyway. A request's first one
@@ -22,8 +22,10 @@ from torch import nn
 
 from decoding import readback
 from decoding.draft_length import DECAY
+from decoding.errors import UserError
 from decoding.scheduler import Request, common_prefix
-from drafts.base import Draft, Drafter
+from drafts.base import Draft, Drafter, DraftSource
+from model import Config, Transformer
 
 GRAMS = (6, 3, 1)  # lengths of the indexed n-grams; a look-up takes the longest that occurred
 MAX_OCCURRENCES = 32  # of an n-gram; a look-up visits the latest
@@ -244,3 +246,18 @@ class SuffixDraft(Drafter):
         self.tokens[:, :k] = tokens
         self.probs[:, :k] = 0.0
         self.probs.scatter_(2, tokens[..., None], is_drafted.float()[..., None])
+
+
+class SuffixSource(DraftSource):
+    """`--draft suffix[:N]`: matches have up to N tokens, by default as many as the class says."""
+
+    draft_class = SuffixDraft
+
+    def check(self, config: Config) -> None:
+        value = self.origin
+        if value and (not value.isdecimal() or int(value) < 1):
+            raise UserError(f"{value!r} is no number of tokens to match; it must be at least 1")
+        self.args = [int(value)] if value else []
+
+    def load(self, target: Transformer, tokenizer) -> SuffixDraft:
+        return self.draft_class(*self.args)

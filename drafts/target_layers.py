@@ -4,20 +4,20 @@ quantized:SCHEME[,window:N]`).
 
     layer_subset        a Transformer of some of a model's layers
     WindowedTarget      a Transformer that attends to the first keys and to the last N
-    layers_from_spec, window_from_spec, quantized_from_spec
-                        the parsers of these specs (drafts/registry.py)
+    LayersSource, WindowSource, QuantizedSource
+                        these specs
 """
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from decoding.errors import UserError
-from drafts.base import ModelDraft
+from drafts.base import DraftSource, ModelDraft
 from model import AttentionMask, Config, Transformer, visible_keys
 from weights.formats import format_of
 from weights.walker import quantized_copy
@@ -87,18 +87,41 @@ def parse_layers(text: str) -> list[int]:
     return layers
 
 
-def layers_from_spec(value: str, config: Config) -> Callable[..., ModelDraft]:
+class LayersSource(DraftSource):
     """`--draft layers:0-7,24-31`: the target with some of its layers, on the target's caches."""
-    layers = parse_layers(value)
-    check_layers(layers, config.n_layers)
-    return lambda target, *_, **options: ModelDraft(layer_subset(target, layers), layers)
+
+    def check(self, config: Config) -> None:
+        self.layers = parse_layers(self.origin)
+        check_layers(self.layers, config.n_layers)
+
+    def load(self, target: Transformer, tokenizer) -> ModelDraft:
+        return ModelDraft(layer_subset(target, self.layers), self.layers)
 
 
-def window_from_spec(value: str, config: Config) -> Callable[..., ModelDraft]:
+class WindowSource(DraftSource):
     """`--draft window:N`: the target on its first keys and its last N, on the target's caches."""
-    window = parse_window(value)
-    layers = range(config.n_layers)
-    return lambda target, *_, **options: ModelDraft(WindowedTarget(target, window), layers)
+
+    def check(self, config: Config) -> None:
+        self.window = parse_window(self.origin)
+
+    def load(self, target: Transformer, tokenizer) -> ModelDraft:
+        return on_all_layers(WindowedTarget(target, self.window))
+
+
+class QuantizedSource(DraftSource):
+    """`--draft quantized:SCHEME[,window:N]`: the target's quantized self, on the target's
+    caches."""
+
+    def check(self, config: Config) -> None:
+        self.scheme, separator, window = self.origin.partition(",window:")
+        format_of(self.scheme)
+        self.window = parse_window(window) if separator else None
+
+    def load(self, target: Transformer, tokenizer) -> ModelDraft:
+        draft = quantized_copy(target, self.scheme)
+        if self.window is not None:
+            draft = WindowedTarget(draft, self.window)
+        return on_all_layers(draft)
 
 
 def parse_window(value: str) -> int:
@@ -108,18 +131,6 @@ def parse_window(value: str) -> int:
     return int(value)
 
 
-def quantized_from_spec(value: str, config: Config) -> Callable[..., ModelDraft]:
-    """`--draft quantized:SCHEME[,window:N]`: the target's quantized self, on the target's
-    caches."""
-    scheme, separator, window = value.partition(",window:")
-    format_of(scheme)
-    window = parse_window(window) if separator else None
-    layers = range(config.n_layers)
-
-    def load(target: Transformer, *_, **options) -> ModelDraft:
-        draft = quantized_copy(target, scheme)
-        if window is not None:
-            draft = WindowedTarget(draft, window)
-        return ModelDraft(draft, layers)
-
-    return load
+def on_all_layers(model: Transformer) -> ModelDraft:
+    """The drafter of a model with the target's layers, on their caches."""
+    return ModelDraft(model, range(model.config.n_layers))

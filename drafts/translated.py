@@ -1,20 +1,18 @@
 """A draft folder's model, which reads and answers in the target's ids where its tokenizer differs.
 
-check, load       a smaller model as a draft
+ModelSource       a smaller model as a draft
 load_translated   the model
 shared_tokens     the ids that both tokenizers have, or a refusal that names their share
 """
 
-import functools
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from decoding.errors import UserError
-from drafts.base import ModelDraft
+from drafts.base import DraftSource, LoadOptions, ModelDraft
 from drafts.vocabulary import ids_by_string, translate
 from loading.checkpoint import Checkpoint, load_config, load_model
 from loading.models import pick_dtype
@@ -30,43 +28,37 @@ SAMPLE_TEXT = (
 )
 
 
-def check(checkpoint: Checkpoint, config: Config) -> Callable[..., ModelDraft]:
-    """Check the folder of a smaller model and return its loader (drafts.registry.folder_check)."""
-    load_config(checkpoint)
-    return functools.partial(load, checkpoint)
+class ModelSource(DraftSource):
+    """The folder of a smaller model."""
 
+    def check(self, config: Config) -> None:
+        load_config(self.origin)
 
-def load(
-    checkpoint: Checkpoint, target: Transformer, tokenizer: Tokenizer, **options
-) -> ModelDraft:
-    return ModelDraft(load_translated(checkpoint, target, tokenizer, **options))
+    def load(self, target: Transformer, tokenizer: Tokenizer) -> ModelDraft:
+        return ModelDraft(load_translated(self.origin, target, tokenizer, self.options))
 
 
 def load_translated(
     checkpoint: Checkpoint,
     target: Transformer,
     tokenizer: Tokenizer,
+    options: LoadOptions,
     mask: int | None = None,
-    *,
-    dtype: str | None,
-    quantize: str | None,
-    sharded: bool,
-    progress: bool,
 ) -> Transformer:
     """A draft folder's model on the target's device, not packed. If its tokenizer differs from the
     target's, it takes and gives the target's ids, and its mask token gets the first free id, V."""
     device = target.norm.weight.device
-    dtype = pick_dtype(dtype, checkpoint.config.dtype, device)
+    dtype = pick_dtype(options.dtype, checkpoint.config.dtype, device)
     draft_tokenizer = load_tokenizer(checkpoint, config=checkpoint.hf)
     ids = shared_tokens(tokenizer, draft_tokenizer, target, checkpoint.path)
-    ranks = ranks_of(target) if sharded else None
+    ranks = ranks_of(target) if options.sharded else None
     model = load_model(
         checkpoint,
         device=device,
         dtype=dtype,
-        quantize=quantize,
+        quantize=options.quantize,
         tp=ranks,
-        progress=progress,
+        progress=options.progress,
         pack=False,
     )
     if ids is not None:

@@ -48,7 +48,7 @@ from decoding.scheduler import common_prefix
 from decoding.settings import is_random
 from decoding.statistics import Timing
 from drafts.base import Drafter
-from drafts.registry import draft_loader, pack_with
+from drafts.registry import draft_source, pack_with
 from generate import LLM
 from loading.options import ModelOptions
 from loading.target import Target, load_target, pick_device
@@ -176,12 +176,12 @@ def load_sides(a: Options, b: Options, prompts: list[Prompt]) -> tuple[Side, Sid
     sides = []
     for options in (a, b):
         target = Target(options.model)
-        load_draft = draft_loader(options.draft, options.model, target.config, progress=True)
+        draft = draft_source(options.draft, options.model, target.config, progress=True)
         if options.model not in targets:  # a model with the same options is loaded once
             device = pick_device(options.model.device)
             targets[options.model] = load_target(target, device, progress=True)
         model, tokenizer = targets[options.model]
-        sides.append(Parts(options, model, tokenizer, load_draft(model, tokenizer)))
+        sides.append(Parts(options, model, tokenizer, draft.load(model, tokenizer)))
     first, second = sides
     check_same_tokens(first.tokenizer, second.tokenizer, b.model.source)
     # Pack only after both drafters are made: packed weights cannot be copied into a draft.

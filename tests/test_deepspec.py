@@ -164,7 +164,7 @@ def test_a_broken_dspark_is_caught(broken, target, target_folder, tmp_path, monk
 def tiny_dspark(target: Transformer, rank: int = 3) -> DFlashModel:
     fields = {"n_layers": 2, "windows": (None, None), "qk_norm": "heads", "tie_embeddings": False}
     config = Config(**{**vars(target.config), **fields})
-    model = DFlashModel(config, DFlash(4, target.config.vocab_size - 1, (0, 0), True, rank))
+    model = DFlashModel(config, DFlash(4, target.config.vocab_size - 1, (1, 1), True, rank))
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -308,11 +308,11 @@ def test_eagle_is_its_twin(plain, target, target_folder, tmp_path):
     folder = written(tmp_path / "draft", EAGLE, qwen3_eagle_tensors())
     assert draft_type_of(EAGLE) == "eagle3"
     drafter = recorded(EagleDraft)(load_draft_model(folder, target))
-    assert drafter.model.aux_layer_ids == (1, 2)
+    assert drafter.model.state_ids == (1, 2)
     twin = Qwen3EagleTwin(folder, target_folder)
     worst, accepted = distance(target, drafter, twin, folder, plain)
     assert worst < 1e-5 and len(accepted) > 1
-    drafter.model.aux_layer_ids = (0, 1)  # the control: what enters the layers
+    drafter.model.state_ids = (0, 1)  # the control: what enters the layers
     assert distance(target, drafter, twin, folder, plain)[0] > 1e-3
 
 

@@ -388,7 +388,7 @@ def test_a_broken_dflash_is_caught(broken, target, target_folder, tmp_path, monk
     if broken == "causal":
         monkeypatch.setattr(DFlashModel, "visible_by_window", Transformer.visible_by_window)
     elif broken == "layer ids":  # what enters a layer instead of what leaves it
-        model.dflash = model.dflash._replace(target_layer_ids=(1, 0))
+        model.state_ids = (2, 1)
     elif broken == "context normed":
         keys_values = DFlashModel.keys_values
         monkeypatch.setattr(

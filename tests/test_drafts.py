@@ -32,13 +32,13 @@ from decoding.errors import UserError
 from decoding.planner import Step
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
-from drafts.base import ModelDraft
+from drafts.base import DraftSource, ModelDraft
 from drafts.dflash import DFlash, DFlashDraft, DFlashModel
 from drafts.eagle import Eagle, EagleDraft, EagleModel, eagle_of
 from drafts.mtp import HEADS, MtpDraft, MtpModel
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft, pard_token
-from drafts.registry import check_draft, folder_check, load_drafter
+from drafts.registry import check_draft, load_drafter
 from drafts.target_layers import NUM_SINKS, WindowedTarget, layer_subset
 from drafts.translated import SAMPLE_TEXT
 from drafts.vocabulary import ids_by_string, translate
@@ -342,7 +342,10 @@ def test_a_pard_mask_is_an_id_of_the_draft(has_other_ids, target, tmp_path, monk
         translate(draft, torch.tensor([5, -1, 0, 3]), 1, 6)
     monkeypatch.setattr(pard, "load_translated", lambda *args, **options: draft)
     target = types.SimpleNamespace(config=types.SimpleNamespace(vocab_size=4))
-    assert pard.load(tmp_path, 6, target, None).mask == (4 if has_other_ids else 6)
+    monkeypatch.setattr(pard, "load_config", lambda checkpoint: None)
+    checkpoint = types.SimpleNamespace(hf={"pard_token": 6, "vocab_size": 7})
+    source = pard.PardSource(checkpoint, None, None)
+    assert source.load(target, None).mask == (4 if has_other_ids else 6)
 
 
 @pytest.mark.one_in(4)
@@ -473,7 +476,7 @@ def tiny_dflash(
     target's last token."""
     fields = {"n_layers": 2, "windows": windows, "qk_norm": "heads", "tie_embeddings": False}
     model = DFlashModel(
-        Config(**{**vars(target.config), **fields}), DFlash(6, target.config.vocab_size - 1, (0, 0))
+        Config(**{**vars(target.config), **fields}), DFlash(6, target.config.vocab_size - 1, (1, 1))
     )
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
@@ -748,17 +751,18 @@ def test_a_config_says_what_its_folder_is():
             pard_token({**LAYER, "pard_token": mask})
 
 
-def test_another_kind_of_folder_is_a_function_and_a_case(target, tmp_path, monkeypatch):
-    """It refuses a config.json before weights are read, and makes the drafter."""
-
-    def check(checkpoint, config):
-        if checkpoint.hf["dflash_config"].get("layers", 0) > config.n_layers:
+class OtherSource(DraftSource):
+    def check(self, config):
+        if self.origin.hf["dflash_config"].get("layers", 0) > config.n_layers:
             raise UserError("too many layers")
-        return lambda target, tokenizer, **options: NgramDraft(2)
 
-    monkeypatch.setattr(
-        registry, "folder_check", lambda kind: check if kind == "dflash" else folder_check(kind)
-    )
+    def load(self, target, tokenizer):
+        return NgramDraft(2)
+
+
+def test_another_kind_of_folder_is_a_class_and_a_row(target, tmp_path, monkeypatch):
+    """It refuses a config.json before weights are read, and makes the drafter."""
+    monkeypatch.setitem(registry.SOURCES, "dflash", f"{__name__}.OtherSource")
     good, bad = (
         written(tmp_path / str(n), LAYER | {"dflash_config": {"layers": n}}, {}) for n in (1, 99)
     )
@@ -891,7 +895,7 @@ def test_layers_of_the_target_are_those_of_other_programs(
 ):
     config = dataclasses.replace(target.config, family=family, n_layers=num_layers)
     eagle = eagle_of({**SAFEAI, **keys}, config)
-    assert eagle.aux_layer_ids == states and bool(eagle.assumption) == is_guess
+    assert eagle.state_ids == states and bool(eagle.assumption) == is_guess
 
 
 def test_modelopts_switches_may_stand_in_eagle_config(target):

@@ -349,8 +349,8 @@ class Eagle3(PairKind):
         super().__init__(hf | eagle_keys, target, depth)
         self.ids = torch.arange(vocab or target.vocab_size)  # the target's id of each draft id
         self.eagle = eagle_of(dict(self.hf), target)
-        self.hf["target_hidden_states"] = list(self.eagle.aux_layer_ids)
-        self.aux_layer_ids = self.eagle.aux_layer_ids
+        self.hf["target_hidden_states"] = list(self.eagle.state_ids)
+        self.aux_layer_ids = self.eagle.state_ids
 
     def new_model(self) -> EagleModel:
         return TrainedEagle(config_from_hf(self.eagle.layer), self.eagle, False)
@@ -482,7 +482,7 @@ class DFlash(TargetHead):
         self.hf |= self.layout_keys(default_layer_ids(target.n_layers, num_hidden_states))
         self.dflash, self.config = dflash_of(self.hf, target)
         self.num_positions = depth
-        self.aux_layer_ids = tuple(i + 1 for i in self.dflash.target_layer_ids)
+        self.aux_layer_ids = self.dflash.state_ids
         # The paper's weights, with gamma = half a block.
         self.loss_weights = torch.exp(-torch.arange(depth) / ((depth + 1) / 2))
 

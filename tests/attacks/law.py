@@ -298,7 +298,7 @@ def random_dflash(target: Transformer, seed: int = 5, **changes) -> DFlashModel:
     """A DFlash draft of two layers and blocks of 6, whose mask is the target's last token."""
     fields = {"n_layers": 2, "windows": (), "qk_norm": "heads"}
     config = dataclasses.replace(target.config, **fields)
-    dflash = DFlash(6, config.vocab_size - 1, (0, target.config.n_layers - 2), **changes)
+    dflash = DFlash(6, config.vocab_size - 1, (1, target.config.n_layers - 1), **changes)
     model = DFlashModel(config, dflash)
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():

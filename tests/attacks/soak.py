@@ -55,7 +55,7 @@ from decoding.errors import UserError
 from decoding.runner import padded_length
 from decoding.sampling import FILTERED, GREEDY, PLAIN, Sampling
 from drafts.base import Drafter
-from drafts.registry import draft_loader
+from drafts.registry import draft_source
 from generate import LLM
 from loading.target import load_target, pick_device
 from loading.tokenizer import Tokenizer
@@ -166,8 +166,8 @@ def build(names: list[str]) -> dict[str, tuple[Engine, Tokenizer]]:
     drafters = {}
     for name, options in chosen.items():
         model, tokenizer = targets[options.model]
-        load_draft = draft_loader(options.draft, options.model, model.config)
-        drafters[name] = load_draft(model, tokenizer)
+        source = draft_source(options.draft, options.model, model.config)
+        drafters[name] = source.load(model, tokenizer)
     models = [model for model, _ in targets.values()]
     pack_model(
         *models, *[drafter.model for drafter in drafters.values() if drafter and drafter.model]
