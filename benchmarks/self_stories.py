@@ -31,7 +31,7 @@ from cli.flags import Parser
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from loading.checkpoint import load_model
-from loading.files import complete_folder, read_json
+from loading.files import complete_folder, require_json
 from loading.saving import save_model
 from loading.tokenizer import Tokenizer, copy_files, load_tokenizer
 from model import Transformer
@@ -123,7 +123,7 @@ def learn(args: argparse.Namespace) -> None:
         save_model(
             model.bfloat16(),
             partial,
-            read_json(args.checkpoint / "config.json") | {"vocab_size": len(ids)},
+            require_json(args.checkpoint / "config.json") | {"vocab_size": len(ids)},
         )
         (partial / IDS).write_text(json.dumps(ids.tolist()))
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from decoding.errors import UserError
 from loading.families import Family
-from loading.files import open_tensors, read_json, text_model_tensors
+from loading.files import open_tensors, require_json, text_model_tensors
 from loading.models import empty_model, expected_tensors
 from loading.stored import Stored
 from model import Config
@@ -104,7 +104,7 @@ def read_adapter(folder: Path, family: Family, config: Config) -> Adapter:
 
 def read_adapter_config(file: Path) -> dict:
     """UserError for an adapter that is no plain LoRA."""
-    adapter_config = read_json(file)
+    adapter_config = require_json(file)
     for key, values in PLAIN.items():
         if adapter_config.get(key) not in (None, [], {}, *values):
             supported = " or ".join(map(repr, values)) or "an adapter without it"

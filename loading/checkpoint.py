@@ -76,9 +76,9 @@ class Checkpoint:
         before you change it."""
         if not self.is_gguf:
             return read_config_json(self.path / "config.json")
-        from loading.gguf_metadata import read_config
+        from loading.gguf_metadata import hf_config
 
-        return read_config(self.path)
+        return hf_config(self.path)
 
     @cached_property
     def config(self) -> Config:
@@ -103,7 +103,7 @@ class Checkpoint:
             return open_tensors(self.files)
         from loading import gguf
 
-        return gguf.open_tensors(self.path)
+        return gguf.open_hf_tensors(self.path)
 
     @cached_property
     def text_tensors(self) -> dict[str, object]:

@@ -1,6 +1,6 @@
 """A folder's files, JSON and safetensors: read, and written completely or not at all.
 
-    read_json, read_config_json             a JSON object of a file that must exist
+    require_json, read_config_json          a JSON object of a file that must exist
     tensor_files, open_tensors              the tensor files of a folder, and its stored tensors by
                                             name
     read_index                              which file holds a tensor
@@ -41,7 +41,7 @@ MAX_NAMES = 8  # tensors that an error lists; it counts the rest
 MAX_FILE_NAME = 255  # bytes, on the usual file systems
 
 
-def read_json(file: Path) -> dict:
+def require_json(file: Path) -> dict:
     """A JSON object from a file that must exist."""
     if file.exists():
         return plain_files.read_json(file)
@@ -58,7 +58,7 @@ def read_config_json(file: Path) -> dict:
     its own, or puts the settings below such a key, and some versions leave quant_method out.
     compressed-tensors called the key compression_config at first.
     """
-    hf = read_json(file)
+    hf = require_json(file)
     if isinstance(hf.get("compression_config"), dict):
         older = {"quant_method": "compressed-tensors", **hf.pop("compression_config")}
         hf.setdefault("quantization_config", older)
@@ -92,7 +92,7 @@ def read_index(folder: Path) -> dict[str, str]:
     if not index.exists():
         hint = convert_hint(folder)
         raise UserError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
-    weight_map = read_json(index).get("weight_map")
+    weight_map = require_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: weight_map is missing or empty; fetch the file again")
     for value in weight_map.values():

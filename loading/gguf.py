@@ -4,7 +4,7 @@
     open_model       the same for a model, whose file may be split
     Blocks           one tensor in the mapped file: its weights, or the parts of our scheme that
                      holds them bit for bit
-    open_tensors, in_blocks   the model as checkpoint.py reads a folder, by Hugging Face names
+    open_hf_tensors, in_blocks   the model as checkpoint.py reads a folder, by Hugging Face names
 
 The header is read here, because the gguf package takes seconds for a vocabulary. The package
 dequantizes the types that no scheme of ours holds.
@@ -77,7 +77,7 @@ def q4_k_factors(blocks: Tensor) -> Tensor:
     return factors.movedim(-2, 0).flatten(2)  # (2, out, n, 8) -> (2, out, in / 32)
 
 
-class StoredType(NamedTuple):
+class BlockType(NamedTuple):
     """A block has `num_weights` weights in `num_bytes` bytes."""
 
     name: str
@@ -106,24 +106,24 @@ Q4_K = {
     "zero": lambda blocks: -q4_k_factors(blocks)[1],
 }
 MXFP4 = {"codes": lambda blocks: pairs(blocks[..., 1:]), "scale": lambda blocks: blocks[..., 0]}
-STORED_TYPES = {
-    0: StoredType("F32", 1, 4, torch.float32),
-    1: StoredType("F16", 1, 2, torch.float16),
-    30: StoredType("BF16", 1, 2, torch.bfloat16),
-    28: StoredType("F64", 1, 8, torch.float64),
-    2: StoredType("Q4_0", 32, 18, None, "q4_1", Q4_0),
-    3: StoredType("Q4_1", 32, 20, None, "q4_1", Q4_1),
-    8: StoredType("Q8_0", 32, 34, None, "q8_0", Q8_0),
-    12: StoredType("Q4_K", 256, 144, None, "q4_k", Q4_K),
-    39: StoredType("MXFP4", 32, 17, None, "mxfp4", MXFP4),
+BLOCK_TYPES = {
+    0: BlockType("F32", 1, 4, torch.float32),
+    1: BlockType("F16", 1, 2, torch.float16),
+    30: BlockType("BF16", 1, 2, torch.bfloat16),
+    28: BlockType("F64", 1, 8, torch.float64),
+    2: BlockType("Q4_0", 32, 18, None, "q4_1", Q4_0),
+    3: BlockType("Q4_1", 32, 20, None, "q4_1", Q4_1),
+    8: BlockType("Q8_0", 32, 34, None, "q8_0", Q8_0),
+    12: BlockType("Q4_K", 256, 144, None, "q4_k", Q4_K),
+    39: BlockType("MXFP4", 32, 17, None, "mxfp4", MXFP4),
 }
 
 
 @functools.cache
-def stored_type(number: int) -> StoredType:
+def block_type(number: int) -> BlockType:
     """UserError for a type whose weights cannot be read."""
-    if number in STORED_TYPES:
-        return STORED_TYPES[number]
+    if number in BLOCK_TYPES:
+        return BLOCK_TYPES[number]
     try:
         import gguf
 
@@ -136,7 +136,7 @@ def stored_type(number: int) -> StoredType:
         ) from None
     except (ValueError, LookupError, NotImplementedError) as error:  # the package's own words
         raise UserError(one_line(error)) from None
-    return StoredType(theirs.name, num_weights, num_bytes)
+    return BlockType(theirs.name, num_weights, num_bytes)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Blocks:
     """One tensor: its bytes in the mapped file, (rows, bytes of a row). A vector has a row for
     every block."""
 
-    stored_type: StoredType
+    block_type: BlockType
     shape: tuple[int, ...]
     bytes: Tensor
     offset: float = 0.0  # the weights in the file are larger by this: llama.cpp adds it to norms
@@ -155,7 +155,7 @@ class Blocks:
 
     def get_dtype(self) -> str:
         """The dtype's name; F32 for quantized tensors, which dequantize to float32."""
-        return self.stored_type.name if self.stored_type.dtype else "F32"
+        return self.block_type.name if self.block_type.dtype else "F32"
 
     def rows(self, index) -> Tensor:
         """The bytes of some rows, in our order. llama.cpp has RoPE's pairs as neighbours."""
@@ -166,34 +166,34 @@ class Blocks:
 
     def part(self, name: str) -> Tensor:
         """A part of the scheme that holds the weights."""
-        return part_of(self.stored_type, name, self.rows(...))
+        return part_of(self.block_type, name, self.rows(...))
 
     def __getitem__(self, index) -> Tensor:
         """The weights of some rows."""
         rows = self.rows(index)
-        stored_type = self.stored_type
-        if stored_type.dtype:
-            weights = rows.view(stored_type.dtype)
-        elif stored_type.scheme:
-            parts = {name: part_of(stored_type, name, rows) for name in stored_type.parts}
-            weights = dequantize_tensor(parts, stored_type.scheme)
+        block_type = self.block_type
+        if block_type.dtype:
+            weights = rows.view(block_type.dtype)
+        elif block_type.scheme:
+            parts = {name: part_of(block_type, name, rows) for name in block_type.parts}
+            weights = dequantize_tensor(parts, block_type.scheme)
         else:
-            weights = dequantize_by_package(stored_type, rows)
+            weights = dequantize_by_package(block_type, rows)
         if self.offset:
             weights = weights.float() - self.offset
         return weights.view(-1, *self.shape[1:])
 
 
-def part_of(stored_type: StoredType, name: str, rows: Tensor) -> Tensor:
-    return stored_type.parts[name](rows.unflatten(1, (-1, stored_type.num_bytes)))
+def part_of(block_type: BlockType, name: str, rows: Tensor) -> Tensor:
+    return block_type.parts[name](rows.unflatten(1, (-1, block_type.num_bytes)))
 
 
-def dequantize_by_package(stored_type: StoredType, rows: Tensor) -> Tensor:
+def dequantize_by_package(block_type: BlockType, rows: Tensor) -> Tensor:
     """In chunks, because the package takes several times the memory of the weights."""
     import gguf
 
-    theirs = gguf.GGMLQuantizationType[stored_type.name]
-    num_columns = rows.size(1) // stored_type.num_bytes * stored_type.num_weights
+    theirs = gguf.GGMLQuantizationType[block_type.name]
+    num_columns = rows.size(1) // block_type.num_bytes * block_type.num_weights
     weights = torch.empty(len(rows), num_columns)
     for chunk in row_chunks(*weights.shape):
         dequantized = gguf.quants.dequantize(rows[chunk].numpy(), theirs)
@@ -275,12 +275,12 @@ class Header:
             keys[name] = self.value(self.number("I"))
         return keys
 
-    def tensor(self) -> tuple[str, tuple[int, ...], StoredType, int]:
+    def tensor(self) -> tuple[str, tuple[int, ...], BlockType, int]:
         """(name, shape, type, offset behind the header) of the next tensor."""
         name = self.string()
         shape = self.numbers("Q", self.number("I"))[::-1]
         with error_prefix(f"tensor {one_line(name)}"):
-            return name, shape, stored_type(self.number("I")), self.number("Q")
+            return name, shape, block_type(self.number("I")), self.number("Q")
 
 
 def parse(path: Path) -> GgufFile:
@@ -324,7 +324,7 @@ def map_tensors(infos: list[tuple], data: Tensor, alignment: int) -> dict[str, B
     llama.cpp demands it: so none overlap."""
     tensors = {}
     begin = 0
-    for name, shape, stored_type, offset in infos:
+    for name, shape, block_type, offset in infos:
         if offset != begin:
             raise UserError(
                 f"tensor {name} has the offset {offset} instead of {begin}: fetch the file again"
@@ -333,17 +333,17 @@ def map_tensors(infos: list[tuple], data: Tensor, alignment: int) -> dict[str, B
             raise UserError(f"tensor {name} occurs twice: make the file again")
         if not math.prod(shape or (0,)):
             raise UserError(f"{DAMAGED}: tensor {name} of shape {list(shape)}")
-        if shape[-1] % stored_type.num_weights:
+        if shape[-1] % block_type.num_weights:
             raise UserError(
                 f"tensor {name} has rows of {shape[-1]} weights, which are no blocks of"
-                f" {stored_type.num_weights}: make the file again"
+                f" {block_type.num_weights}: make the file again"
             )
-        num_blocks = math.prod(shape) // stored_type.num_weights
-        end = begin + num_blocks * stored_type.num_bytes
+        num_blocks = math.prod(shape) // block_type.num_weights
+        end = begin + num_blocks * block_type.num_bytes
         if end > len(data):
             raise UserError(f"the file ends inside tensor {name}: fetch it again")
         num_rows = shape[0] if len(shape) > 1 else num_blocks
-        tensors[name] = Blocks(stored_type, shape, data[begin:end].view(num_rows, -1))
+        tensors[name] = Blocks(block_type, shape, data[begin:end].view(num_rows, -1))
         begin = -(-end // alignment) * alignment
     return tensors
 
@@ -402,7 +402,7 @@ def model_type_of(keys: dict[str, object]) -> str:
     )
 
 
-def open_tensors(path: Path) -> dict[str, Blocks]:
+def open_hf_tensors(path: Path) -> dict[str, Blocks]:
     """The tensors of a model by Hugging Face names."""
     model = open_model(path)
     with error_prefix(path):
@@ -460,7 +460,7 @@ def in_blocks(source: Source, tensors: Mapping[str, Blocks]) -> Source:
     stored = {
         name: Stored(
             blocks.shape,
-            blocks.stored_type.scheme if len(blocks.shape) == 2 else None,
+            blocks.block_type.scheme if len(blocks.shape) == 2 else None,
             blocks.part,
             partial(blocks.__getitem__, slice(None)),
         )
@@ -478,8 +478,8 @@ def in_blocks(source: Source, tensors: Mapping[str, Blocks]) -> Source:
     num_bytes = 0
     num_weights = 0
     for name, blocks in tensors.items():
-        if name not in exact and blocks.stored_type.dtype is None:
-            plain_types[blocks.stored_type.name] += 1
+        if name not in exact and blocks.block_type.dtype is None:
+            plain_types[blocks.block_type.name] += 1
             num_bytes += blocks.bytes.numel()
             num_weights += math.prod(blocks.shape)
     counts = ", ".join(f"{count} in {name}" for name, count in sorted(plain_types.items()))

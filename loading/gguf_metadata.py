@@ -1,6 +1,6 @@
 """A GGUF file's keys -> the JSON and vocabulary files of a Hugging Face folder.
 
-    read_config   config.json, from the keys of the file's architecture
+    hf_config     config.json, from the keys of the file's architecture
     write_files   the tokenizer's files, into a folder
 
 Sources: llama.cpp, conversion/ for the keys and src/llama-vocab.cpp for the splitting of texts.
@@ -56,7 +56,7 @@ n_deepstack_layers pooling_type rope.dimension_sections rope.scaling.finetuned
 tensor_data_layout vocab_size
 """
 # Others that would change the arithmetic, with the values under which they do not.
-NEUTRAL = {
+HARMLESS = {
     "rope.scale_linear": (0, 1),  # the factor in files from 2023
     "rope.scaling.attn_factor": (1,),
     "rope.scaling.yarn_attn_factor": (1,),
@@ -64,14 +64,14 @@ NEUTRAL = {
 }
 
 
-def read_config(path: Path) -> dict:
+def hf_config(path: Path) -> dict:
     """config.json of a model. UserError names a key that is missing, or one whose value would
     change the arithmetic."""
     with error_prefix(path):
-        return config_of(open_model(path))
+        return hf_config_of(open_model(path))
 
 
-def config_of(model: GgufFile) -> dict:
+def hf_config_of(model: GgufFile) -> dict:
     file_type = model.keys.get("general.type", "model")
     if file_type != "model":
         raise UserError(
@@ -93,7 +93,7 @@ def config_of(model: GgufFile) -> dict:
     hidden_size = values.number("embedding_length")
     num_heads = values.number("attention.head_count")
     head_dim = values.number("attention.key_length", max(1, hidden_size // num_heads))
-    dtype = tensors["blk.0.attn_output.weight"].stored_type.dtype
+    dtype = tensors["blk.0.attn_output.weight"].block_type.dtype
     # Defaults are llama.cpp's, which are not those of config.py.
     hf = {
         "model_type": model_type,
@@ -156,7 +156,7 @@ def supported_keys(
     supported_by_key = {
         **{key: supported.get(hf_key) for key, hf_key in hf_keys.items()},
         **dict.fromkeys(OTHER_KEYS.split()),
-        **NEUTRAL,
+        **HARMLESS,
         "rope.freq_base_swa": (values.get("rope.freq_base", 10000.0),),
         "expert_gating_func": (2 if family.fields.get("router_sigmoid") else 1, 0),
     }

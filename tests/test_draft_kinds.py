@@ -24,7 +24,7 @@ from decoding.costs import Costs
 from decoding.sampling import Sampling
 from drafts.dflash import DFlashDraft
 from loading.checkpoint import load_model
-from loading.files import read_json
+from loading.files import require_json
 from scripts.distill import distill_draft
 from scripts.distill.distill_draft import (
     acceptance,
@@ -239,7 +239,7 @@ def test_two_steps_end_in_a_folder_that_drafts(name, tmp_path, capsys):
         "dspark": ["--layers", 2],
     }[name]
     result = distill(distill_args([str(flag) for flag in flags]))
-    evaluations = read_json(tmp_path / "d" / "distill.json")["evaluations"]
+    evaluations = require_json(tmp_path / "d" / "distill.json")["evaluations"]
     assert result["steps"] == 2 and all(
         len(point["alpha_by_position"]) == 3 for point in evaluations
     )
@@ -428,7 +428,7 @@ def test_all_layers_of_a_target_begin_as_the_target(name, tmp_path, folder_of, m
         tmp_path / "w",
     ]
     distill(distill_args([str(flag) for flag in (*flags, "--from_layers", "0-5")]))
-    first = read_json(tmp_path / "d" / "distill.json")["evaluations"][0]
+    first = require_json(tmp_path / "d" / "distill.json")["evaluations"][0]
     assert first["step"] == 0 and first.get("alpha_by_position", [first["alpha"]])[0] > 0.95
     other = [*flags[:-3], tmp_path / "d2", "--work", tmp_path / "w2", "--from_layers"]
     for wrong, message in (("0-6", "0 to 5"), ("0-5", "--from_layers takes")):

@@ -476,15 +476,15 @@ def test_a_number_of_heads_for_each_layer_is_one_for_all_or_refused(tmp_path):
 
         return change
 
-    plain = gguf_metadata.read_config(write(tmp_path / "plain.gguf"))
+    plain = gguf_metadata.hf_config(write(tmp_path / "plain.gguf"))
     heads = plain["num_attention_heads"]
     equal = write(tmp_path / "a.gguf", keys=by_layer(heads, heads))
-    assert gguf_metadata.read_config(equal) == plain
+    assert gguf_metadata.hf_config(equal) == plain
     want = load_model(tmp_path / "plain.gguf", dtype=torch.float32)
     assert same(load_model(equal, dtype=torch.float32), want)
     different = write(tmp_path / "b.gguf", keys=by_layer(heads, heads + 1))
     with pytest.raises(ValueError, match=rf"b.gguf: {key} = .* differs from layer to layer"):
-        gguf_metadata.read_config(different)
+        gguf_metadata.hf_config(different)
 
 
 def test_scaling_that_is_not_llama_3s_is_refused(tmp_path):
@@ -703,14 +703,14 @@ def test_other_types_are_unpacked(tmp_path, capsys, monkeypatch):
     assert {
         linear.scheme for linear in quantized_linears(load_model(file, quantize="int4-g32"))
     } == {"int4-g32"}
-    for cache in (ours.stored_type, ours.read_header):
+    for cache in (ours.block_type, ours.read_header):
         cache.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(
         ValueError, match=r"k.gguf: .*tensor blk.0.attn_v.weight: type 14 .*: pip install gguf"
     ):
         load_config(file)
-    ours.stored_type.cache_clear()
+    ours.block_type.cache_clear()
 
 
 def mixed_types(name: str) -> str:

@@ -107,7 +107,7 @@ from drafts.suffix import IndexedText, SuffixDraft
 from drafts.target_layers import layer_subset
 from drafts.vocabulary import translate
 from loading.checkpoint import load_model
-from loading.files import read_json
+from loading.files import require_json
 from loading.models import random_model
 from model import Config, Transformer
 from speculative import accept
@@ -316,7 +316,8 @@ def drafter_of(name: str, model: Transformer) -> Drafter:
     if kind == "demo-pard":
         folder = ROOT / "checkpoints" / kind
         return PardDraft(
-            load_model(folder, dtype=torch.float32), pard_token(read_json(folder / "config.json"))
+            load_model(folder, dtype=torch.float32),
+            pard_token(require_json(folder / "config.json")),
         )
     if kind == "pard":
         return PardDraft(one_more_token(disturbed(model, 0.1)), model.config.vocab_size)
