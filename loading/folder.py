@@ -11,7 +11,6 @@ readers `part` and `weight`.
 """
 
 import math
-import re
 import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -32,6 +31,8 @@ from model import Config
 from weights.formats import FORMATS, check_finite
 from weights.walker import named_linears
 
+HEAD = "lm_head"
+EMBEDDING = "model.embed_tokens"
 UNSIGNED_WORDS = ("U32",)  # safetensors' name of a stored type
 # Scales of activations, keys and values, which are not quantized here (detection.py's note).
 UNUSED = (
@@ -131,8 +132,7 @@ class OwnLayouts(NamedTuple):
     is_fixed = True
 
     def of(self, module: str) -> Renamed | None:
-        is_head = module in ("lm_head", "model.embed_tokens")
-        scheme = self.head_scheme if is_head else self.block_scheme
+        scheme = self.head_scheme if module == HEAD else self.block_scheme
         return Renamed(scheme) if scheme else None
 
 
@@ -163,14 +163,14 @@ def open_folder(
     """A folder in these layouts: OwnLayouts, or another program's detection.Layouts. `spare` as in
     check_headers. UserError names a tensor or a setting that cannot be read."""
     is_own = isinstance(layouts, OwnLayouts)
-    tensors = used_tensors(config, tensors, is_own)
+    tensors = used_tensors(tensors, is_own)
     model = empty_model(config, torch.float32)
     headers = expected_tensors(config, model)
     stored = in_floats(headers, lambda name: tensors[name][...])
     linears = [name for name, _ in named_linears(model)]
     stacks = [sources(config, f"{name}.weight") for name in ("embed", *linears)]
     with error_prefix(path):
-        matrices = find_matrices(layouts, tensors, headers, stacks)
+        matrices = find_matrices(layouts, tensors, headers, stacks, config.tie_embeddings)
         expect_quantized(headers, matrices)
         drop_zeros(headers, tensors, () if is_own else matrices.values())
         check_headers(path, headers, tensors, config.tie_embeddings, spare)
@@ -195,15 +195,10 @@ def mixed_note(stacks: list[list[str]], stored: dict[str, Stored]) -> str:
     return f"{count} matrices whose parts have several schemes load as plain weights"
 
 
-def used_tensors(config: Config, tensors: dict, is_own: bool) -> dict:
-    """Without other programs' scales of activations. The parts of a tied head, which quantize.py
-    writes under the head's name, have that of the embedding."""
-    if not is_own:
-        tensors = {name: stored for name, stored in tensors.items() if not name.endswith(UNUSED)}
-    if not config.tie_embeddings:
-        return tensors
-    head_parts = re.compile(r"lm_head\.(?!weight$)")
-    return {head_parts.sub("model.embed_tokens.", name): tensors[name] for name in tensors}
+def used_tensors(tensors: dict, is_own: bool) -> dict:
+    """Without other programs' scales of activations."""
+    unused = () if is_own else UNUSED
+    return {name: tensors[name] for name in tensors if not name.endswith(unused)}
 
 
 def expect_quantized(headers: dict[str, tuple], matrices: dict[str, Matrix]) -> None:
@@ -223,7 +218,7 @@ def drop_zeros(headers: dict[str, tuple], tensors: dict, matrices: Iterable[Matr
 
 
 def find_matrices(
-    layouts, tensors: dict, headers: dict[str, tuple], stacks: list[list[str]]
+    layouts, tensors: dict, headers: dict[str, tuple], stacks: list[list[str]], tied: bool
 ) -> dict[str, Matrix]:
     """The quantized ones among `stacks`, the names of weights that make one matrix here. UserError
     names a matrix that is quantized in part."""
@@ -231,7 +226,7 @@ def find_matrices(
     keys = set()
     for stack in stacks:
         for weight in stack:
-            name = weight.removesuffix(".weight")
+            name = stored_name(weight, tensors, tied)
             with error_prefix(name):
                 layout = layouts.of(name)
             if layout is None:
@@ -253,6 +248,15 @@ def find_matrices(
             f" *.{' or *.'.join(sorted(keys))}"
         )
     return matrices
+
+
+def stored_name(weight: str, tensors: dict, tied: bool) -> str:
+    """The name of a matrix in the folder. quantize.py writes a `tied` embedding under the head's
+    name alone."""
+    name = weight.removesuffix(".weight")
+    if not tied or name != EMBEDDING or any(other.startswith(f"{name}.") for other in tensors):
+        return name
+    return HEAD
 
 
 def stored_matrices(matrices: dict[str, Matrix]) -> dict[str, Stored]:

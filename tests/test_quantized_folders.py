@@ -1128,6 +1128,25 @@ def test_transformers_refuses_what_only_we_read(how, full, tmp_path):
         transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
+def test_errors_name_a_tied_head_as_the_folder_does(full, tmp_path):
+    """quantize.py writes the matrix that is embedding and head under the head's name."""
+    edit_tensors(full, lambda t: t.pop("lm_head.weight"))
+    folder = quantized(
+        full, tmp_path / "q", "--scheme", "int8", "--head", "int8", tie_word_embeddings=True
+    )
+    assert load_model(folder).lm_head.scheme == "int8"
+    *_, last = sorted(folder.glob("*.safetensors"))
+    tensors = load_file(last)
+    save_file(tensors | {"lm_head.codes": tensors["lm_head.codes"][1:]}, last)
+    with pytest.raises(ValueError, match=r"misshapen: lm_head\.codes is \[") as misshapen:
+        load_model(folder)
+    del tensors["lm_head.scale"]
+    save_file(tensors, last)
+    with pytest.raises(ValueError, match=r"missing: lm_head\.scale$") as missing:
+        load_model(folder)
+    assert "embed_tokens" not in f"{misshapen.value} {missing.value}"
+
+
 def test_modules_that_gptqs_dynamic_leaves_out_stay_plain(tmp_path):
     kept = ["model.layers.0.self_attn.o_proj"]
     dynamic = {
