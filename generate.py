@@ -169,7 +169,7 @@ class LLM:
         calibrate_auto(engine)
         self._set(engine, tokenizer)
         if not model_options.random_weights:
-            self.sampling |= folder_sampling(model_options.checkpoint, default_sampling)
+            self.sampling |= folder_sampling(model_options, default_sampling)
 
     @classmethod
     def from_engine(cls, engine, tokenizer, stop_ids: Collection[int] | None = None) -> "LLM":

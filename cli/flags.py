@@ -500,7 +500,7 @@ def options_of(args: argparse.Namespace) -> Options:
     numbers = {name: flags[name] for name in SETTINGS if flags[name] is not None}
     of_folder = {}
     if not model.random_weights:
-        of_folder = folder_sampling(model.checkpoint, default_sampling, numbers)
+        of_folder = folder_sampling(model, default_sampling, numbers)
     return Options(
         model=model,
         draft=draft_options(args),

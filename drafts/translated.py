@@ -49,7 +49,7 @@ def load_translated(
     target's, it takes and gives the target's ids, and its mask token gets the first free id, V."""
     device = target.norm.weight.device
     dtype = pick_dtype(options.dtype, checkpoint.config.dtype, device)
-    draft_tokenizer = load_tokenizer(checkpoint, config=checkpoint.hf)
+    draft_tokenizer = load_tokenizer(checkpoint, known={"config.json": checkpoint.hf})
     ids = shared_tokens(tokenizer, draft_tokenizer, target, checkpoint.path)
     ranks = ranks_of(target) if options.sharded else None
     model = load_model(

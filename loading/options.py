@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from decoding.errors import UserError
@@ -18,6 +19,7 @@ from loading.plain_files import error_prefix, is_gguf, read_json
 from weights.schemes import check_head, check_scheme, choose_head_scheme
 
 DTYPES = ("bfloat16", "float16", "float32")
+GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -66,21 +68,25 @@ class ModelOptions:
     def config_file(self) -> Path:
         return Path(self.random_weights or Path(self.checkpoint, "config.json"))
 
+    @cached_property
+    def generation_config(self) -> dict:
+        """The checkpoint's file of this name, read once. A GGUF file has none."""
+        path = Path(self.checkpoint)
+        return {} if is_gguf(path) else read_json(path / GENERATION_CONFIG)
+
 
 # Keys of generation_config.json that have a field of Sampling.
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def folder_sampling(
-    checkpoint: str, check: Callable[[dict], object], overrides: Collection[str] = ()
+    options: ModelOptions, check: Callable[[dict], object], overrides: Collection[str] = ()
 ) -> dict[str, float]:
     """The settings of a folder's generation_config.json but for `overrides`, by Sampling's names,
     as transformers and vLLM take them: `do_sample: false` is temperature 0, and `do_sample: true`
-    without a temperature is 1. A GGUF file has none. UserError names the file, and what `check`
+    without a temperature is 1. UserError names the file, and what `check`
     (decoding.settings.default_sampling) refuses."""
-    path = Path(checkpoint)
-    file = path / "generation_config.json"
-    values = {} if is_gguf(path) else read_json(file)
+    values = options.generation_config
     settings = {name: values[name] for name in SAMPLING_KEYS if values.get(name) is not None}
     if settings.get("top_k") == -1:  # vLLM's word for no limit
         del settings["top_k"]
@@ -90,7 +96,7 @@ def folder_sampling(
         settings["temperature"] = 0.0
     for name in settings.keys() & {*overrides}:
         del settings[name]
-    with error_prefix(file):
+    with error_prefix(Path(options.checkpoint, GENERATION_CONFIG)):
         check(settings)
     return settings
 

@@ -13,7 +13,7 @@ import torch
 from decoding.errors import UserError
 from loading.checkpoint import Checkpoint, load_model, read_config
 from loading.models import pick_dtype, random_model
-from loading.options import ModelOptions
+from loading.options import GENERATION_CONFIG, ModelOptions
 from loading.tokenizer import Tokenizer, load_tokenizer
 from loading.tokenizers.numbers import NumberRuntime
 from model import Config, Transformer
@@ -88,7 +88,8 @@ def load_target(
         model = random_model(config, head_scheme=head_scheme, **load_options)
         return model, Tokenizer(NumberRuntime(config.vocab_size), config.vocab_size)
     checkpoint = target.checkpoint
-    tokenizer = load_tokenizer(checkpoint, options.chat_template, checkpoint.hf)
+    known = {"config.json": checkpoint.hf, GENERATION_CONFIG: options.generation_config}
+    tokenizer = load_tokenizer(checkpoint, options.chat_template, known)
     pieces = b"\0".join(tokenizer.pieces())
     ranks.check_same(lambda: {"its tokenizer": hashlib.sha256(pieces).hexdigest()})
     model = load_model(

@@ -16,9 +16,10 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from decoding.errors import UserError
 from loading.chat_messages import first_text, join_parts, message_forms
@@ -227,30 +228,30 @@ def replace_surrogates(text: str) -> str:
 def load_tokenizer(
     checkpoint_dir: str | os.PathLike,
     chat_template: str | Path | None = None,
-    config: dict | None = None,
+    known: Mapping[str, dict] = MappingProxyType({}),
 ) -> Tokenizer:
     """The tokenizer of a folder or GGUF file. The file `chat_template` replaces its own template.
-    `config`: the folder's config.json, where it has been read already.
+    `known`: files of the folder that have been read already, by their names.
     UserError names the file that is missing or cannot be read."""
     path = Path(checkpoint_dir)
     if not is_gguf(path):
-        return load_folder(path, chat_template, config)
+        return load_folder(path, chat_template, known)
     from loading.gguf_metadata import write_files
 
     with tempfile.TemporaryDirectory(prefix="quickdraft-") as folder:
         write_files(path, Path(folder))
         with error_prefix(path):
-            tokenizer = load_folder(Path(folder), chat_template)
+            tokenizer = load_folder(Path(folder), chat_template, {})
     tokenizer.folder = str(path)
     return tokenizer
 
 
 def load_folder(
-    folder: Path, chat_template: str | Path | None = None, config: dict | None = None
+    folder: Path, chat_template: str | Path | None, known: Mapping[str, dict]
 ) -> Tokenizer:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder or GGUF file")
-    settings = TokenizerSettings(folder, config)
+    settings = TokenizerSettings(folder, known)
     with library_errors(folder, "a tokenizer file has invalid values"):
         runtime = open_runtime(folder, settings)
     variables = runtime.variables | settings.template_variables()

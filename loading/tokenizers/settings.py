@@ -5,6 +5,7 @@ TokenizerSettings   tokenizer_config.json with special_tokens_map.json, added_to
 added_token         a token's object in these files, for the tokenizers library
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from tokenizers import AddedToken
@@ -52,15 +53,18 @@ class TokenizerSettings:
     """`token_by_key` has the special tokens with a key, such as eos_token, and `listed` those
     without; `added` has the tokens beside the vocabulary, special or not, by id."""
 
-    def __init__(self, folder: Path, config: dict | None = None):
-        """`config`: the folder's config.json, if it has been read already."""
+    def __init__(self, folder: Path, known: Mapping[str, dict]):
+        """`known`: files of the folder that have been read already, by their names."""
         self.folder = folder
         settings = read_json(folder / "tokenizer_config.json")
         names = read_json(folder / "special_tokens_map.json")
         # As in transformers: beside settings of before 4.34, which have no added_tokens_decoder,
         # the map is the newer.
         self.values = names | settings if "added_tokens_decoder" in settings else settings | names
-        self.config = read_json(folder / "config.json") if config is None else config
+        self.config, self.generation_config = (
+            known[name] if name in known else read_json(folder / name)
+            for name in ("config.json", "generation_config.json")
+        )
         size = self.config.get("vocab_size")  # an invalid one is refused where the model is read
         self.model_vocab_size = size if type(size) is int and size > 0 else MAX_ID
         own_tokens = self.get("extra_special_tokens")  # of a model: by key, or a list
@@ -148,7 +152,7 @@ class TokenizerSettings:
         text_config = self.config.get("text_config")
         fields_by_file = {
             "config.json": (text_config if isinstance(text_config, dict) else {}) | self.config,
-            "generation_config.json": read_json(self.folder / "generation_config.json"),
+            "generation_config.json": self.generation_config,
         }
         eos_ids = set()
         for file, fields in fields_by_file.items():
