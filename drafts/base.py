@@ -295,13 +295,15 @@ class CustomDraft(Drafter):
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a draft's model is loaded: its dtype and scheme; `sharded`: divided over the ranks;
-    `progress`: with a bar."""
+    """How a draft is loaded: the dtype and scheme of its model; `sharded`: divided over the ranks;
+    `progress`: with a bar; `target`: the target's Checkpoint, None where that is unknown, as with
+    random weights."""
 
     dtype: str | None = None
     quantize: str | None = None
     sharded: bool = False
     progress: bool = False
+    target: object = None
 
 
 class DraftSource:

@@ -97,7 +97,7 @@ def load_models(
     cannot fit is refused before weights are read. Packs last: a draft made from its target needs
     unpacked weights."""
     target = Target.of(options)
-    source = draft_source(draft, target.options, target.config, progress)
+    source = draft_source(draft, target, progress)
     model, tokenizer = load_target(target, device, ranks, progress)
     drafter = source.load(model, tokenizer)
     pack_with(model, drafter)
@@ -121,20 +121,20 @@ def find_draft(draft) -> object:
     return DraftOptions(checkpoint=checkpoint_path(folder), spec=spec)
 
 
-def draft_source(
-    draft: object, target: ModelOptions, config: Config, progress: bool = False
-) -> DraftSource:
-    """The source of what load_models takes, for a target of these options and this Config. Where
-    DraftOptions name no draft it loads None."""
+def draft_source(draft: object, target: Target, progress: bool = False) -> DraftSource:
+    """The source of what load_models takes, for a target that is opened. Where DraftOptions name
+    no draft it loads None."""
     if not isinstance(draft, DraftOptions):
         return ReadyDrafter(draft)
-    folder_or_spec = draft.source_for(target.source)
+    model = target.options
+    folder_or_spec = draft.source_for(model.source)
     if folder_or_spec is None:
         return ReadyDrafter(None)
     if draft.spec and is_folder(draft.spec):
         raise UserError(f"--draft {draft.spec}: a folder belongs to --draft_checkpoint")
-    options = LoadOptions(target.dtype, draft.quantize, draft.sharded, progress)
-    return check_draft(folder_or_spec, config, options)
+    checkpoint = None if model.random_weights else target.checkpoint
+    options = LoadOptions(model.dtype, draft.quantize, draft.sharded, progress, checkpoint)
+    return check_draft(folder_or_spec, target.config, options)
 
 
 def check_draft(

@@ -176,7 +176,7 @@ def load_sides(a: Options, b: Options, prompts: list[Prompt]) -> tuple[Side, Sid
     sides = []
     for options in (a, b):
         target = Target(options.model)
-        draft = draft_source(options.draft, options.model, target.config, progress=True)
+        draft = draft_source(options.draft, target, progress=True)
         if options.model not in targets:  # a model with the same options is loaded once
             device = pick_device(options.model.device)
             targets[options.model] = load_target(target, device, progress=True)

@@ -38,13 +38,15 @@ from drafts.eagle import Eagle, EagleDraft, EagleModel, eagle_of
 from drafts.mtp import HEADS, MtpDraft, MtpModel
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft, pard_token
-from drafts.registry import check_draft, load_drafter
+from drafts.registry import check_draft, draft_source, load_drafter
 from drafts.target_layers import NUM_SINKS, WindowedTarget, layer_subset
 from drafts.translated import SAMPLE_TEXT
 from drafts.vocabulary import ids_by_string, translate
 from loading.checkpoint import load_model
 from loading.config import config_from_hf
 from loading.draft_types import draft_type_of
+from loading.options import SPECS, DraftOptions, ModelOptions
+from loading.target import Target
 from loading.tokenizer import load_tokenizer
 from model import Config, Transformer
 from tests.attacks.law import IgnoresIds, WrongPosition
@@ -774,6 +776,22 @@ def test_another_kind_of_folder_is_a_class_and_a_row(target, tmp_path, monkeypat
         check_draft(
             written(tmp_path / "eagle", SPECULATORS | {"target_hidden_size": 1}, {}), target.config
         )
+
+
+def test_a_spec_gets_the_targets_checkpoint(target_folder, monkeypatch):
+    """The opened one, whose files are read once; a model of random weights has none."""
+
+    class Heads(DraftSource):
+        """A draft in the target's own files."""
+
+    monkeypatch.setitem(SPECS, "heads", "heads:N")
+    monkeypatch.setattr(registry, "source_class", {"heads": Heads}.__getitem__)
+    file = str(target_folder / "config.json")
+    for options in (ModelOptions(str(target_folder)), ModelOptions(random_weights=file)):
+        target = Target(options)
+        source = draft_source(DraftOptions(spec="heads:3"), target)
+        assert type(source) is Heads and source.origin == "3"
+        assert source.options.target is (None if options.random_weights else target.checkpoint)
 
 
 @pytest.mark.parametrize("prefix", ["", "suffix,"])

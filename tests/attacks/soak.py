@@ -57,7 +57,7 @@ from decoding.sampling import FILTERED, GREEDY, PLAIN, Sampling
 from drafts.base import Drafter
 from drafts.registry import draft_source
 from generate import LLM
-from loading.target import load_target, pick_device
+from loading.target import Target, load_target, pick_device
 from loading.tokenizer import Tokenizer
 from weights.walker import pack_model
 
@@ -166,7 +166,7 @@ def build(names: list[str]) -> dict[str, tuple[Engine, Tokenizer]]:
     drafters = {}
     for name, options in chosen.items():
         model, tokenizer = targets[options.model]
-        source = draft_source(options.draft, options.model, model.config)
+        source = draft_source(options.draft, Target(options.model))
         drafters[name] = source.load(model, tokenizer)
     models = [model for model, _ in targets.values()]
     pack_model(
