@@ -58,7 +58,10 @@ def residual(p: Tensor, q: Tensor, factor: Tensor | float = 1.0) -> Tensor:
 
 
 def block_acceptance(
-    p_drafted: Tensor, q_drafted: Tensor, p: Tensor, q: Tensor
+    p_drafted: Tensor,
+    q_drafted: Tensor,
+    p: Tensor,
+    q: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 2 of S, for K drafted tokens: the probabilities h (B, K), and factors (B, K + 1).
 
@@ -137,7 +140,13 @@ def count_kept(may_keep: Tensor) -> Tensor:
     return leading.sum(dim=1)
 
 
-def draw_next(n: Tensor, p: Tensor, q: Tensor, to_draw: Tensor, law: Callable) -> Tensor:
+def draw_next(
+    n: Tensor,
+    p: Tensor,
+    q: Tensor,
+    to_draw: Tensor,
+    law: Callable,
+) -> Tensor:
     """The token (B,) after the first n (B,) drafted ones, drawn from law(p, q) of the two
     distributions (B, V) there: q is 0 after K acceptances. Otherwise as in `accept`."""
     row = torch.arange(len(n), device=p.device)
@@ -163,7 +172,12 @@ class Text:
     names that they have in decoding.state.State, so a drafter that reads no more serves both."""
 
     def __init__(
-        self, prompt: Sequence[int], sampling: Sampling, seed: int, S: int, device: torch.device
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        S: int,
+        device: torch.device,
     ):
         """A prompt, with room for S tokens in all."""
         self.tokens = torch.zeros(1, S, dtype=torch.int64, device=device)  # (1, S)
@@ -307,7 +321,11 @@ def decide(
 
 
 def verify(
-    state: nn.Module, p: Tensor, to_draw: Tensor, draft_tokens: Tensor, draft_probs: Tensor
+    state: nn.Module,
+    p: Tensor,
+    to_draw: Tensor,
+    draft_tokens: Tensor,
+    draft_probs: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Keep or reject drafted tokens by the rows' rule, the target's p (B, K + 1, V) and the numbers
     to_draw (B, K + 1): n (B,), and tokens (B, K + 1) of which the first n + 1 are decided."""
@@ -350,7 +368,13 @@ class Rule:
 
     is_lossless = False
 
-    def keep(self, draft_tokens: Tensor, q: Tensor, p: Tensor, u: Tensor) -> Tensor:
+    def keep(
+        self,
+        draft_tokens: Tensor,
+        q: Tensor,
+        p: Tensor,
+        u: Tensor,
+    ) -> Tensor:
         """Which tokens (B, K), drawn from q (B, K, V), may be kept where the target has p (B, K,
         V): (B, K) bool. `u` (B, K) are uniform numbers."""
         raise NotImplementedError
@@ -365,7 +389,11 @@ class Rule:
         raise NotImplementedError
 
     def decide(
-        self, draft_tokens: Tensor, q: Tensor, p: Tensor, noise: tuple[Tensor, Tensor]
+        self,
+        draft_tokens: Tensor,
+        q: Tensor,
+        p: Tensor,
+        noise: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor]:
         """n_accepted and next_token, as of `accept`."""
         to_accept, to_draw = noise
