@@ -32,7 +32,7 @@ from loading.families import FAMILIES
 from loading.plain_files import GGUF_MAGIC, error_prefix, one_line
 from loading.quantization import choose_schemes
 from loading.stored import Source, Stored
-from weights.formats import dequantize_tensor, row_chunks
+from weights.formats import dequantize_tensor, pack_bits, row_chunks
 
 # Types of values, with struct's letters for the numbers.
 STRING = 8
@@ -57,24 +57,34 @@ def half(blocks: Tensor, begin: int = 0) -> Tensor:
 
 
 def pairs(packed: Tensor) -> Tensor:
-    """Codes of 4 bits (out, in / 2) in our order, two neighbours in a byte; llama.cpp has half a
-    block's codes in the low halves of bytes (out, …, n), the rest in the high ones."""
-    codes = torch.cat((packed & 15, packed >> 4), dim=-1).flatten(1)  # (out, in)
+    """Codes of 4 bits (out, in / 2) in our order, two neighbours in a byte."""
+    codes = bit_fields(packed, 4).flatten(1)  # (out, in)
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
-def q4_k_factors(blocks: Tensor) -> Tensor:
-    """Scales and minima (2, out, in / 32), exact in float32, of Q4_K's blocks (out, in / 256, 144).
-    A block has two float16 d and in 12 bytes 8 pairs of 6 bits s: a group of 32 weights has the
-    scale d[0] * s[0] and the zero -d[1] * s[1]."""
-    d = blocks[..., :4].contiguous().view(torch.float16).float()  # (out, n, 2)
+def k_integers(blocks: Tensor) -> Tensor:
+    """The integers of scales and of minima (2, out, in / 32) of Q4_K's and Q5_K's blocks (out, in /
+    256, …), which have 8 pairs of 6 bits in 12 bytes."""
     *first, last = blocks[..., 4:16].split(4, dim=-1)  # (out, n, 4) each
     first = torch.stack(first, dim=-2)  # (out, n, 2, 4)
     last = torch.stack((last & 15, last >> 4), dim=-2)
-    # `first` has six bits of the first four s, and above these two bits of the last four.
-    s = torch.cat((first & 63, last | first >> 6 << 4), dim=-1)  # (out, n, 2, 8)
-    factors = d[..., None] * s
-    return factors.movedim(-2, 0).flatten(2)  # (2, out, n, 8) -> (2, out, in / 32)
+    # `first` has six bits of the first four, and above these two bits of the last four.
+    integers = torch.cat((first & 63, last | first >> 6 << 4), dim=-1)  # (out, n, 2, 8)
+    integers = integers.view(torch.int8)
+    return integers.movedim(-2, 0).flatten(2)  # (2, out, n, 8) -> (2, out, in / 32)
+
+
+def bit_fields(packed: Tensor, bits: int) -> Tensor:
+    """Numbers of some bits from bytes (…, n), those of a byte n apart: llama.cpp's order (…, 8 /
+    bits * n)."""
+    return torch.cat([packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)], dim=-1)
+
+
+def k_codes(low: Tensor, high: Tensor, high_bits: int) -> Tensor:
+    """Packed codes (out, …) from their low four bits and their high ones, (out, n, …) each."""
+    low = bit_fields(low, 4).flatten(2)  # (out, n, 256)
+    high = bit_fields(high, high_bits).flatten(2)
+    return pack_bits((low | high << 4).flatten(1), 4 + high_bits)
 
 
 class BlockType(NamedTuple):
@@ -102,8 +112,22 @@ Q4_1 = {
 Q8_0 = {"codes": lambda blocks: blocks[..., 2:].flatten(1).view(torch.int8), "scale": half}
 Q4_K = {
     "codes": lambda blocks: pairs(blocks[..., 16:].unflatten(-1, (4, 32))),
-    "scale": lambda blocks: q4_k_factors(blocks)[0],
-    "zero": lambda blocks: -q4_k_factors(blocks)[1],
+    "scale": lambda blocks: half(blocks).float().repeat_interleave(8, 1) * k_integers(blocks)[0],
+    "zero": lambda blocks: -half(blocks, 2).float().repeat_interleave(8, 1) * k_integers(blocks)[1],
+}
+Q5_K = {
+    "codes": lambda blocks: k_codes(blocks[..., 48:].unflatten(-1, (4, 32)), blocks[..., 16:48], 1),
+    "scale": lambda blocks: k_integers(blocks)[0],
+    "scale_unit": half,
+    "zero": lambda blocks: k_integers(blocks)[1],
+    "zero_unit": lambda blocks: half(blocks, 2),
+}
+Q6_K = {
+    "codes": lambda blocks: k_codes(
+        blocks[..., :128].unflatten(-1, (2, 64)), blocks[..., 128:192].unflatten(-1, (2, 32)), 2
+    ),
+    "scale": lambda blocks: blocks[..., 192:208].flatten(1).view(torch.int8),
+    "scale_unit": lambda blocks: half(blocks, 208),
 }
 MXFP4 = {"codes": lambda blocks: pairs(blocks[..., 1:]), "scale": lambda blocks: blocks[..., 0]}
 BLOCK_TYPES = {
@@ -115,6 +139,8 @@ BLOCK_TYPES = {
     3: BlockType("Q4_1", 32, 20, None, "q4_1", Q4_1),
     8: BlockType("Q8_0", 32, 34, None, "q8_0", Q8_0),
     12: BlockType("Q4_K", 256, 144, None, "q4_k", Q4_K),
+    13: BlockType("Q5_K", 256, 176, None, "q5_k", Q5_K),
+    14: BlockType("Q6_K", 256, 210, None, "q6_k", Q6_K),
     39: BlockType("MXFP4", 32, 17, None, "mxfp4", MXFP4),
 }
 
@@ -164,28 +190,27 @@ class Blocks:
         order = torch.arange(len(self.bytes)).view(self.heads, -1, 2)  # (H, E / 2, 2)
         return self.bytes[order.transpose(1, 2).flatten()[index]]
 
-    def part(self, name: str) -> Tensor:
-        """A part of the scheme that holds the weights."""
-        return part_of(self.block_type, name, self.rows(...))
+    def part(self, name: str, index=...) -> Tensor:
+        """A part of the scheme that holds the weights, of some rows: in chunks, because packing
+        bits takes several times the memory of the codes."""
+        rows = self.rows(index)
+        blocks = rows.unflatten(1, (-1, self.block_type.num_bytes))
+        make = self.block_type.parts[name]
+        return torch.cat([make(blocks[chunk]) for chunk in row_chunks(*rows.shape)])
 
     def __getitem__(self, index) -> Tensor:
         """The weights of some rows."""
-        rows = self.rows(index)
         block_type = self.block_type
         if block_type.dtype:
-            weights = rows.view(block_type.dtype)
+            weights = self.rows(index).view(block_type.dtype)
         elif block_type.scheme:
-            parts = {name: part_of(block_type, name, rows) for name in block_type.parts}
+            parts = {name: self.part(name, index) for name in block_type.parts}
             weights = dequantize_tensor(parts, block_type.scheme)
         else:
-            weights = dequantize_by_package(block_type, rows)
+            weights = dequantize_by_package(block_type, self.rows(index))
         if self.offset:
             weights = weights.float() - self.offset
         return weights.view(-1, *self.shape[1:])
-
-
-def part_of(block_type: BlockType, name: str, rows: Tensor) -> Tensor:
-    return block_type.parts[name](rows.unflatten(1, (-1, block_type.num_bytes)))
 
 
 def dequantize_by_package(block_type: BlockType, rows: Tensor) -> Tensor:
@@ -474,15 +499,15 @@ def in_blocks(source: Source, tensors: Mapping[str, Blocks]) -> Source:
         if scheme
         for name in weight_names.sources(source.config, f"{ours}.weight")
     }
-    plain_types = collections.Counter()
-    num_bytes = 0
-    num_weights = 0
-    for name, blocks in tensors.items():
-        if name not in exact and blocks.block_type.dtype is None:
-            plain_types[blocks.block_type.name] += 1
-            num_bytes += blocks.bytes.numel()
-            num_weights += math.prod(blocks.shape)
-    counts = ", ".join(f"{count} in {name}" for name, count in sorted(plain_types.items()))
+    loose = [
+        blocks
+        for name, blocks in tensors.items()
+        if name not in exact and blocks.block_type.dtype is None
+    ]
+    num_bytes = sum(blocks.bytes.numel() for blocks in loose)
+    num_weights = sum(math.prod(blocks.shape) for blocks in loose)
+    types = collections.Counter(blocks.block_type.name for blocks in loose)
+    counts = ", ".join(f"{count} in {name}" for name, count in sorted(types.items()))
     note = (
         f"tensors that no scheme keeps exactly load as plain weights, {num_bytes / 1e9:.3g} GB of"
         f" the file as {2 * num_weights / 1e9:.3g} GB in 16 bits: {counts}"

@@ -422,7 +422,7 @@ class Mirrored(Int8):
 @pytest.mark.parametrize("width", [128, 192])
 def test_chosen_experts_multiply_in_every_format(scheme, width, monkeypatch):
     monkeypatch.setitem(FORMATS, "mirrored", Mirrored(8))
-    if width % (FORMATS[scheme].group or 1) and not FORMATS[scheme].ragged:
+    while width % (FORMATS[scheme].group or 1) and not FORMATS[scheme].ragged:
         width *= 2
     linears = [torch.nn.Linear(width, 24, bias=False) for _ in range(5)]
     linears = [

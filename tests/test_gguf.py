@@ -651,11 +651,18 @@ def test_asked_for_it_is_quantized_again(tmp_path):
     assert torch.equal(model.layers[0].ffn.down.codes, same_as.layers[0].ffn.down.codes)
 
 
-BLOCKS = {"Q4_K": 144, "Q6_K": 210}
+# Bytes of a block of 256 weights, and where it has float16 scales
+BLOCKS = {
+    "Q3_K": (110, (108,)),
+    "Q4_K": (144, (0, 2)),
+    "Q5_K": (176, (0, 2)),
+    "Q6_K": (210, (208,)),
+}
+K_TYPES = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K", "ffn_up": "Q5_K"}
 
 
-def k_types(file: Path) -> Path:
-    """A file of K types, whose blocks have 256 weights: arbitrary bytes with small scales."""
+def k_types(file: Path, kinds: dict[str, str] = K_TYPES) -> Path:
+    """A file of K types: arbitrary bytes with small scales. kinds: of tensors, Q4_K for others."""
     hf = {
         **BASE,
         "hidden_size": 256,
@@ -670,11 +677,11 @@ def k_types(file: Path) -> Path:
     )
     sizes = {"attn_k": 128, "attn_v": 128, "token_embd": 131, "output": 131}
     for name in [name for names in STACKED.values() for name in names] + ["token_embd", "output"]:
-        kind = "Q6_K" if name in ("attn_v", "ffn_down", "output") else "Q4_K"
-        data = rng.integers(0, 256, (sizes.get(name, 256), BLOCKS[kind]), dtype=numpy.uint8)
-        places = (208,) if kind == "Q6_K" else (0, 2)
-        for at in places:  # float16 scales of 2^-10
-            data[:, at], data[:, at + 1] = 0, 0x14
+        kind = kinds.get(name, "Q4_K")
+        num_bytes, places = BLOCKS[kind]
+        data = rng.integers(0, 256, (sizes.get(name, 256), num_bytes), dtype=numpy.uint8)
+        for at in places:  # float16 scales of 2^-10 and some other bits
+            data[:, at + 1] = 0x14
         prefix = "" if name in ("token_embd", "output") else "blk.0."
         writer.add_tensor(f"{prefix}{name}.weight", data, raw_dtype=TYPES[kind])
     for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
@@ -682,24 +689,55 @@ def k_types(file: Path) -> Path:
     return finish(writer, file)
 
 
-def test_other_types_are_unpacked(tmp_path, capsys, monkeypatch):
+def test_k_types_keep_their_bits(tmp_path, capsys, monkeypatch):
+    """In 4 to 6 bits, without the gguf package, which says what they are."""
     file = k_types(tmp_path / "k.gguf")
+    want = weights_of(file, LLAMA_HEADS)
+    ours.block_type.cache_clear()
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    model = load_model(file, dtype=torch.float32, pack=False)
+    for name, linear in named_linears(model):
+        weights = torch.cat([want[source] for source in sources(name)])
+        got = linear.dequantized(torch.float32)
+        assert torch.equal(got.view(torch.int32), weights.view(torch.int32)), name
+    schemes = {name: linear.scheme for name, linear in named_linears(model)}
+    assert [*schemes.values()] == ["q4_k", "q4_k", "q6_k", "q4_k", "q4_k", "q5_k", "q6_k", "q6_k"]
+    assert torch.equal(model.embed(torch.arange(131)), want["token_embd.weight"])
+    assert " in 16 bits: 1 in Q4_K" in capsys.readouterr().err
+
+
+def test_k_types_of_every_scale(tmp_path):
+    """Blocks of any bits, with float16 scales of both signs and all sizes: bit for bit."""
+    rng = numpy.random.default_rng(0)
+    for kind, (num_bytes, places) in BLOCKS.items():
+        data = rng.integers(0, 256, (64, 2 * num_bytes), dtype=numpy.uint8)
+        blocks = data.reshape(128, num_bytes)
+        for at in places:
+            blocks[:, at + 1] &= 0xBF  # no NaN, no infinity
+        want = torch.from_numpy(gguf.quants.dequantize(data, TYPES[kind]))
+        stored = ours.block_type(TYPES[kind])
+        got = ours.Blocks(stored, (64, 512), torch.from_numpy(data))[:]
+        assert torch.equal(got.view(torch.int32), want.view(torch.int32)), kind
+
+
+def test_other_types_are_unpacked(tmp_path, capsys, monkeypatch):
+    file = k_types(tmp_path / "k.gguf", dict.fromkeys(K_TYPES, "Q3_K"))
     model, want = load_model(file, dtype=torch.float32, pack=False), weights_of(file, LLAMA_HEADS)
     for name, linear in named_linears(model):
         got = linear.dequantized(torch.float32) if hasattr(linear, "scheme") else linear.weight
         assert torch.equal(got, torch.cat([want[source] for source in sources(name)])), name
-    # q, k, out and gate_up
+    # q and k, out and gate
     assert [linear.scheme for linear in quantized_linears(model)] == ["q4_k"] * 4
     plain = [
         tensor
         for tensor in gguf.GGUFReader(file).tensors
-        if re.search("attn_v|ffn_down|token_embd|^output.weight", tensor.name)
+        if re.search("attn_v|ffn_down|ffn_up|token_embd|^output.weight", tensor.name)
     ]
-    assert len(plain) == 4
+    assert len(plain) == 5
     num_bytes = sum(int(tensor.n_bytes) for tensor in plain)
     num_weights = sum(int(tensor.n_elements) for tensor in plain)
     sizes = f"{num_bytes / 1e9:.3g} GB of the file as {2 * num_weights / 1e9:.3g} GB in 16 bits"
-    assert f"k.gguf: {LOOSE}, {sizes}: 1 in Q4_K, 3 in Q6_K" in capsys.readouterr().err
+    assert f"k.gguf: {LOOSE}, {sizes}: 4 in Q3_K, 1 in Q4_K" in capsys.readouterr().err
     assert {
         linear.scheme for linear in quantized_linears(load_model(file, quantize="int4-g32"))
     } == {"int4-g32"}
@@ -707,7 +745,7 @@ def test_other_types_are_unpacked(tmp_path, capsys, monkeypatch):
         cache.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(
-        ValueError, match=r"k.gguf: .*tensor blk.0.attn_v.weight: type 14 .*: pip install gguf"
+        ValueError, match=r"k.gguf: .*tensor blk.0.attn_v.weight: type 11 .*: pip install gguf"
     ):
         load_config(file)
     ours.block_type.cache_clear()

@@ -148,7 +148,7 @@ def test_bits_pack_as_documented():
     """4 codes of 6 bits in 3 bytes, 2 of 4 in one, first code lowest; and back, for every code."""
     assert pack_bits(torch.tensor([[1, 2]]), 4).tolist() == [[0x21]]
     assert pack_bits(torch.tensor([[1, 2, 3, 63]]), 6).tolist() == [[0x81, 0x30, 0xFC]]
-    for bits in (4, 6, 8):
+    for bits in (4, 5, 6, 8):
         codes = torch.randint(0, 2**bits, (3, 96))
         packed = pack_bits(codes, bits)
         assert packed.shape == (3, 96 * bits // 8) and torch.equal(
@@ -160,6 +160,8 @@ def test_bits_pack_as_documented():
         4.25,
         5.0,
     ]
+    # llama.cpp's own 6.5625; its 5.5, of which 6 of the 8 bits of an integer
+    assert [bits_per_weight(s) for s in ("q6_k", "q5_k")] == [6.5625, 5.625]
 
 
 def test_scales_round_up():
@@ -196,6 +198,17 @@ def bound(format: Format, w: torch.Tensor, parts: dict) -> torch.Tensor | None:
     elif kind is formats.Symmetric and format.code_dtype == torch.float8_e4m3fn:
         scale = parts["scale"].float().repeat_interleave(format.group, 1)[:, : w.size(1)]
         limit = torch.maximum(w.abs() * 2**-4, scale * 2**-10)
+    elif kind is formats.KQuant:
+        # Codes round by half a scale; with a center the last positive one is missing. Integers
+        # round by half a unit, and end at the largest, which float16 may round below what it
+        # should reach.
+        limit = format.group_scale(parts).repeat_interleave(format.run, 1)
+        limit = limit if format.center else limit / 2
+        for name, codes in (("scale", 33), ("zero", 1)):
+            if name in parts:
+                unit = parts[f"{name}_unit"].float().repeat_interleave(format.group, 1)
+                largest = format.factors.max_code
+                limit = limit + codes * (unit / 2 + largest * (unit * 2**-11 + 2**-25))
     elif kind is formats.NvFp4:
         # an element's half step, and what lies beyond 6 where the scale was rounded down
         scale = parts["scale"].float() / parts["global_scale"][:, None]

@@ -7,8 +7,8 @@
 
 Users choose from int8, int4-g32 | g64 | g128, fp8, and OCP Microscaling v1.0 (MX) mxfp8, mxfp6,
 mxfp4. Other schemes hold other programs' files exactly: float32 scales (int4-g128-float32),
-fp8-g128 for blocks of fp8, nvfp4, q4_1, q4_k and q8_0 for GGUF's Q4_0, Q4_1, Q4_K and Q8_0, and
-mlx4-g64 and its kind for MLX's 2 to 8 bits.
+fp8-g128 for blocks of fp8, nvfp4, GGUF's q4_1 (Q4_0 too), q4_k, q5_k, q6_k and q8_0, and mlx4-g64
+and its kind for MLX's 2 to 8 bits.
 Parts can be sharded by rows or by full groups.
 """
 
@@ -48,17 +48,18 @@ def unpack_bits(packed: Tensor, bits: int) -> Tensor:
 
 def _repack_bits(x: Tensor, bits: int, new_bits: int) -> Tensor:
     """Numbers of `bits` bits, lowest first -> the same bits as int32 numbers of `new_bits` bits."""
-    x = x.to(torch.int32)
     if bits == new_bits:
-        return x
-    word_bits = math.lcm(bits, new_bits)  # 8 or 24: a word holds n numbers, and m new ones
+        return x.to(torch.int32)
+    word_bits = math.lcm(bits, new_bits)  # 8, 24 or 40: a word holds n numbers, and m new ones
+    x = x.to(torch.int32 if word_bits < 32 else torch.int64)
     n = word_bits // bits
     m = word_bits // new_bits
     shifted = [x[..., i::n] << bits * i for i in range(n)]
     word = sum(shifted)
     mask = 2**new_bits - 1
     parts = [word >> new_bits * i & mask for i in range(m)]
-    return torch.stack(parts, dim=-1).flatten(-2)  # (..., words, m) -> (..., words * m)
+    numbers = torch.stack(parts, dim=-1).flatten(-2)  # (..., words, m) -> (..., words * m)
+    return numbers.to(torch.int32)
 
 
 def power_of_two(code: Tensor) -> Tensor:
@@ -153,8 +154,9 @@ class Format:
             weights = weights * self.factor
         scale = self.group_scale(parts)
         weights = weights * scale.view(rows, -1, 1)
-        if "zero" in parts:
-            weights = weights + parts["zero"][..., None]
+        zero = self.group_zero(parts)
+        if zero is not None:
+            weights = weights + zero[..., None]
         weights = weights.flatten(1)  # (out, in / g, g) -> (out, in)
         return weights[:, :columns]
 
@@ -171,6 +173,10 @@ class Format:
     def group_scale(self, parts: dict[str, Tensor]) -> Tensor:
         """The scales of rows or groups, float32."""
         return parts["scale"].float()
+
+    def group_zero(self, parts: dict[str, Tensor]) -> Tensor | None:
+        """What is added to the weights of groups, in a float type; None: nothing."""
+        return parts.get("zero")
 
 
 @dataclass(frozen=True)
@@ -276,6 +282,59 @@ class Int4(Packed):
 
     def elements(self, code):
         return (code - self.center).float()
+
+
+@dataclass(frozen=True)
+class KQuant(Int4):
+    """llama.cpp's K types, whose scales, and without a center zeros, are quantized too: runs of
+    inputs have integers of 8 bits, and a group the float16 units of its integers. Zeros are stored
+    with the other sign.
+
+    Source: ggml, ggml-quants.c (dequantize_row_q5_K, dequantize_row_q6_K).
+    """
+
+    group: int = 256
+    scale_dtype: torch.dtype = torch.float32  # which holds an integer times its unit exactly
+    center: int = 0
+    factors: Symmetric = Symmetric(8, 8, torch.float16, max_code=63)  # its group: runs of a group
+
+    @property
+    def run(self) -> int:
+        return self.group // self.factors.group
+
+    def shapes(self, rows, columns):
+        shapes = {"codes": ((rows, columns * self.bits // 8), self.code_dtype)}
+        factors = self.factors.shapes(rows, columns // self.run)
+        for name in ("scale",) if self.center else ("scale", "zero"):
+            shapes |= {name: factors["codes"], f"{name}_unit": factors["scale"]}
+        return shapes
+
+    def grouped(self, x):
+        return x.unflatten(1, (-1, self.run))  # (out, in) -> (out, in / r, r)
+
+    def quantize(self, w):
+        """With ranges around 0, whose zero is 0 where there is a center."""
+        w = self.grouped(w)
+        largest = w.abs().amax(-1)  # (out, in / r)
+        last = 1 / self.center if self.center else 0  # the positive code that is missing
+        floats = self.with_range(w, -largest, largest * (1 - last))
+        parts = {"codes": floats.pop("codes")}
+        if self.center:
+            del floats["zero"]
+        for name, values in floats.items():
+            factors = self.factors.quantize(values.abs())
+            parts |= {name: factors["codes"], f"{name}_unit": factors["scale"]}
+        return parts
+
+    def times_unit(self, parts: dict[str, Tensor], name: str) -> Tensor:
+        """Integers times their units (out, in / r)."""
+        return self.factors.dequantize({"codes": parts[name], "scale": parts[f"{name}_unit"]})
+
+    def group_scale(self, parts):
+        return self.times_unit(parts, "scale")
+
+    def group_zero(self, parts):
+        return None if self.center else -self.times_unit(parts, "zero")
 
 
 @dataclass(frozen=True)
@@ -390,6 +449,8 @@ FORMATS |= {
     "q4_1": Int4(4, 32, torch.float16, center=0, kernel="int4"),  # GGUF's
     "q8_0": Symmetric(8, 32, torch.float16, kernel="codes"),
     "q4_k": Int4(4, 32, torch.float32, center=0, kernel="int4"),
+    "q5_k": KQuant(5),
+    "q6_k": KQuant(6, center=32, factors=Symmetric(8, 16, torch.float16)),
     "fp8-g128": FP8_BLOCKS,
     "fp8-g128-float32": replace(FP8_BLOCKS, scale_dtype=torch.float32),
     "nvfp4": NvFp4(4, 16, mantissa=1, bias=1, max_element=6.0),

@@ -257,7 +257,8 @@ def check_products(
     exact = dequantize_tensor(parts, scheme).double()
     zero = torch.zeros(1, 1)
     fmt = FORMATS[scheme]
-    if isinstance(fmt, Int4) and fmt.center == 0:  # its zero is moved to where the kernel wants it
+    has_kernel = isinstance(fmt, Int4) and fmt.kernel
+    if has_kernel and fmt.center == 0:  # its zero is moved to where the kernel wants it
         parts["zero"] = parts["zero"].float() + 8 * parts["scale"].float()
     if "zero" in parts and parts["zero"].dtype == torch.float32:
         zero = parts["zero"].double().repeat_interleave(fmt.group or 1, 1)
