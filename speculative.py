@@ -274,7 +274,8 @@ def decode_round(
 ) -> None:
     """The step of a batch: one pass over the last token of every row and its K drafted ones (B, K),
     drawn from draft_probs (B, K, V), decides 1 to K + 1 tokens of every row that is not done.
-    Without a draft K = 0, and this is plain decoding. `state` is decoding/state.py's.
+    Without a draft K = 0, and this is plain decoding. `state` is decoding/state.py's; with
+    `records_logprobs` it also records log-probabilities.
 
     The pass overwrites keys and values of all K + 1 positions in every layer, including those of a
     drafter. A parked row writes past all attended positions.

@@ -2,7 +2,7 @@
 calibrated costs make the fastest (decoding/costs.py has the formulas).
 
     DraftLength     chooses it
-    Gains           what steps yield in which no model drafts, for a drafter that has the choice
+    Gains           what a memory's steps yield, for a drafter that can do without its model
 """
 
 import math
@@ -106,9 +106,10 @@ class Gains:
         return self.tokens / self.cost
 
     def observe(self, plan: MemoryPlan, num_tokens: float) -> None:
-        """A step that was planned so gave each row this number of tokens, on average."""
+        """A step that was planned so gave each row this number of tokens, on average. One with an
+        uncalibrated K counts as one that yields what it costs."""
         cost = num_tokens
-        if not plan.runs_drafter and plan.costs is not None:
+        if plan.costs and not plan.runs_drafter and plan.k in (0, *plan.costs.verify_s):
             cost = plan.costs.round(plan.k, runs_drafter=False)
         decay = DECAY**num_tokens
         self.tokens = self.tokens * decay + num_tokens

@@ -40,10 +40,8 @@ class Memory:
         self.figures: dict[type, object] = {}
 
     def of(self, kind: type) -> object:
-        """A drafter's own figures of this kind, which begin as kind()."""
-        if kind not in self.figures:
-            self.figures[kind] = kind()
-        return self.figures[kind]
+        """Figures of this kind, a drafter's own or Gains, which begin as kind()."""
+        return self.figures.setdefault(kind, kind())
 
 
 class MemoryPlan(NamedTuple):

@@ -3,8 +3,8 @@
 ModelRunner         a model and caches of B rows and S positions;  target_runner makes an engine's
 cache_class         what EngineOptions call a type of caches
 Rows                a range of slots as a batch
-slot_tensors        some positions of a slot in all caches, by name; copy_positions and
-                    clear_positions write to them
+slot_tensors        some positions of a slot in all caches, by name; copy_positions writes to them,
+                    and clear_positions clears a slot
 """
 
 import copy

@@ -153,7 +153,8 @@ class DraftOptions:
         return f"{first}mtp:{folder}"
 
 
-# How users write the specs of --draft, by their names. drafts.registry has their parsers.
+# How users write the specs of --draft, by their names. drafts.registry has the DraftSource that
+# reads each.
 SPECS = {
     "suffix": "suffix[:N]",
     "ngram": "ngram[:N]",

@@ -128,6 +128,15 @@ def test_answers_are_drafted_from_earlier_ones(model):
     assert again[0].steps == again[1].steps, "nothing is remembered without a pool"
 
 
+def test_a_length_that_was_not_calibrated(model):
+    """Costs of other lengths, as a run has that calibrated before it chose its K."""
+    want = rows_of(model, PROMPTS, max_new_tokens=20)
+    engine = Engine(model, 4, 96, drafter=SuffixDraft(), speculate_k=4)
+    engine.planner.costs = Costs(1.0, {2: 0.0, 5: 0.0}, {2: 1.2, 5: 1.5})
+    for _ in range(2):
+        assert rows_of(model, PROMPTS, engine=engine, max_new_tokens=20) == want
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("lag", [1, 2, 5])
 def test_drafts_of_late_tokens(model, monkeypatch, lag):

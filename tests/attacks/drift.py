@@ -147,14 +147,14 @@ def random_drafter(name: str, model: Transformer, ids: list[int]) -> Drafter:
     """EAGLE-3 drafts these ids alone; DFlash's mask is their first. So some of their guesses are
     right."""
     config = replace(model.config, n_layers=1, windows=(), tie_embeddings=False)
-    layer_ids = tuple(default_layer_ids(model.config.n_layers, 3))
+    state_ids = tuple(i + 1 for i in default_layer_ids(model.config.n_layers, 3))
     if name == "eagle3":
-        draft = EagleModel(config, Eagle({}, len(ids), layer_ids, config.dim, *[False] * 4), False)
+        draft = EagleModel(config, Eagle({}, len(ids), state_ids, config.dim, *[False] * 4), False)
         table = torch.full((config.vocab_size,), -1)  # the draft's ids by the target's
         table[ids] = torch.arange(len(ids))
         draft.register_buffer("ids", table, persistent=False)
     else:
-        draft = DFlashModel(replace(config, qk_norm="heads"), DFlash(9, ids[0], layer_ids))
+        draft = DFlashModel(replace(config, qk_norm="heads"), DFlash(9, ids[0], state_ids))
     init_weights(draft, seed=0)
     draft.to(model.norm.weight.dtype).requires_grad_(False).eval()
     return EagleDraft(draft) if name == "eagle3" else DFlashDraft(draft)

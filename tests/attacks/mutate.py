@@ -75,7 +75,8 @@ TESTS = {
     "decoding/answers.py": "llm requests prompt_cache",
     "decoding/costs.py": "report suffix speculative -k 'report or suffix or theory or auto or"
     " length'",
-    "decoding/draft_length.py": "speculative report suffix",
+    "decoding/draft_length.py": "speculative report suffix hybrid",
+    "decoding/meter.py": "hybrid suffix draft_memory",
     "decoding/engine.py": "engine requests generate interrupts",
     "decoding/grammar.py": "grammar -m attack",
     "decoding/kv_8bit.py": "rows_alone caches",
