@@ -431,7 +431,7 @@ def wide_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wide")
     config = transformers.AutoConfig.for_model(
         "qwen2",
-        hidden_size=128,
+        hidden_size=256,
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
