@@ -38,28 +38,29 @@ from weights.schemes import (  # noqa: F401
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """codes (..., n) in [0, 2^bits) -> bytes (..., n * bits / 8), the first code in the lowest
     bits."""
-    return _repack_bits(codes, bits, 8).to(torch.uint8)
+    return _repack_bits(codes, bits, 8)
 
 
 def unpack_bits(packed: Tensor, bits: int) -> Tensor:
     """The inverse of pack_bits: int32 codes (..., n)."""
-    return _repack_bits(packed, 8, bits)
+    return _repack_bits(packed, 8, bits).to(torch.int32)
 
 
 def _repack_bits(x: Tensor, bits: int, new_bits: int) -> Tensor:
-    """Numbers of `bits` bits, lowest first -> the same bits as int32 numbers of `new_bits` bits."""
-    if bits == new_bits:
-        return x.to(torch.int32)
+    """Numbers of `bits` bits, lowest first -> the same bits as uint8 numbers of `new_bits` bits."""
+    x = x.to(torch.uint8)
     word_bits = math.lcm(bits, new_bits)  # 8, 24 or 40: a word holds n numbers, and m new ones
-    x = x.to(torch.int32 if word_bits < 32 else torch.int64)
     n = word_bits // bits
-    m = word_bits // new_bits
-    shifted = [x[..., i::n] << bits * i for i in range(n)]
-    word = sum(shifted)
-    mask = 2**new_bits - 1
-    parts = [word >> new_bits * i & mask for i in range(m)]
-    numbers = torch.stack(parts, dim=-1).flatten(-2)  # (..., words, m) -> (..., words * m)
-    return numbers.to(torch.int32)
+    numbers = []
+    for begin in range(0, word_bits, new_bits):
+        number = 0
+        for i in range(n):
+            shift = bits * i - begin  # from the new number's first bit to this one's
+            if -bits < shift < new_bits:
+                old = x[..., i::n]
+                number = number | (old << shift if shift >= 0 else old >> -shift)
+        numbers.append(number & 2**new_bits - 1)
+    return torch.stack(numbers, dim=-1).flatten(-2)  # (..., words, m) -> (..., words * m)
 
 
 def power_of_two(code: Tensor) -> Tensor:
