@@ -631,7 +631,9 @@ def test_a_start_opens_each_file_once(text_folder, tmp_path, capsys, monkeypatch
     """Of a model and its draft: config.json is parsed once for the check of memory, the weights and
     the tokenizer, generation_config.json for the flags and the tokenizer, and tensors are opened
     once."""
-    folders = [text_folder, shutil.copytree(text_folder, tmp_path / "draft")]
+    folders = [shutil.copytree(text_folder, tmp_path / name) for name in ("target", "draft")]
+    for folder in folders:
+        (folder / "generation_config.json").write_text('{"temperature": 0.5}')
     opened = collections.Counter()
 
     def counting(function, number: int):
