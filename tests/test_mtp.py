@@ -62,10 +62,6 @@ TABLE = {
     "glm4_moe": Published(
         "glm-4.5", 2, "model.layers.3.", (*NEXTN, NEXTN[0][:-5] + "shared_head.norm")
     ),
-    # As scripts.distill_draft writes it for families without a published head.
-    "llama": Published(
-        "llama-3.1", 0, "model.layers.3.", (*NEXTN, NEXTN[0][:-5] + "shared_head.norm")
-    ),
     "mimo": Published(
         "r1-distill-qwen",
         0,
