@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_deepspec import DSPARK, DSparkTwin, ForgetsTheDraw
 from test_dflash import DFlashTwin
 from test_drafts import D, EagleTwin, load_draft_model, pard_twin
-from test_mtp import HeadTwin
+from test_mtp import TABLE, HeadTwin
 from test_speculative import LONG_PROMPT, TAIL, joint_law, p_value, rows_of, sequences, tiny
 
 from cli.flags import parse_args
@@ -46,7 +46,7 @@ def trained_head_twin(folder, source) -> HeadTwin:
     """Of a folder with nothing but a head, for a target at `source`."""
     tensors = load_file(source / "model.safetensors") | load_file(folder / "model.safetensors")
     save_file(tensors, folder / "model.safetensors")
-    return HeadTwin("llama", folder)
+    return HeadTwin(TABLE["glm4_moe"], folder)
 
 
 def test_the_flag_names_every_kind():

@@ -448,7 +448,7 @@ def test_a_broken_eagle_is_caught(kind, broken, target, target_folder, tmp_path,
             lambda self, *a: (setup(self, *a), vars(self).update(window=2)),
         )
     elif broken == "own state":
-        monkeypatch.setattr(drafter.model, "eagle", drafter.model.eagle._replace(norm_output=True))
+        monkeypatch.setattr(drafter.model, "recycles_normed", True)
     twin = EagleTwin(right, target_folder, USUAL)
     assert distance(target, drafter, twin, right)[0] > 1e-3
 

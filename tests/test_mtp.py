@@ -124,8 +124,8 @@ class HeadTwin:
     """A head in float64, without a cache: everything anew for each drafted token. `late` is how
     many positions the target's states are off."""
 
-    def __init__(self, kind: str, folder, late: int = 0):
-        self.published = TABLE[kind]
+    def __init__(self, published: Published, folder, late: int = 0):
+        self.published = published
         self.hf = config_json(folder)
         self.w = {name: x.double() for name, x in load_file(folder / "model.safetensors").items()}
         self.late = late
@@ -188,7 +188,7 @@ def test_a_head_is_its_twin(kind, folder_of, tmp_path):
     target = load_model(folder, dtype=torch.float32)
     plain = 16 if "mellum" in kind else 0
     worst, accepted = distance(
-        target, drafter_of(folder, target), HeadTwin(kind, folder), folder, plain
+        target, drafter_of(folder, target), HeadTwin(TABLE[kind], folder), folder, plain
     )
     assert worst < 1e-4 and len(accepted) > 1
 
@@ -213,7 +213,7 @@ def test_a_broken_head_is_caught(broken, folder_of, tmp_path):
     drafter = drafter_of(folder, target)
     BREAKS[broken](drafter.model)
     late = int(broken == "state before its time")
-    assert distance(target, drafter, HeadTwin(kind, folder, late), folder)[0] > 1e-3
+    assert distance(target, drafter, HeadTwin(TABLE[kind], folder, late), folder)[0] > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "mellum"])
