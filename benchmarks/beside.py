@@ -1,205 +1,130 @@
-"""Two checkouts of this project in one run: `python -m benchmarks.beside ../before --models demo`.
+"""Two checkouts of this project in turn: `python -m benchmarks.beside ../before [--only CASE …]`.
 
-    single1, single8    one greedy request, in an engine of one slot and of eight
-    lines               48 prompts on eight slots; every eighth wants 200 tokens, the others 20
-    equal               96 equal prompts of 100 tokens on 32 slots, 20 tokens each
+Each measurement is a process of its own, `generate.py --json` with the same flags in either
+checkout, so that any commit which has these flags can be measured. A process decodes greedily from
+several prompts, of which the first does not count. The checkouts run A B B A in every round, and
+ratios are taken within a round. A case is a line of JSON: rates as median (min–max).
 
-Each model runs in one process a checkout, which loads, compiles with empty caches if the case
-compiles, and then waits. They run in turn, A B B A, and ratios are taken within a round. A case is
-a line of JSON: tokens a second as median (min–max), `single` after its prompt, the others with
-their prompts; seconds to compile; peak of resident memory.
+    CASES       name -> flags, and whether the rate of steps or that of prompts is measured
+    measure     the rate of one process
+    compare     the line of one case
 """
 
 import argparse
-import contextlib
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+from typing import NamedTuple
 
-HERE = Path(__file__).resolve().parent.parent
-MODELS = ("demo", "demo-draft", "smollm2", "1b", "1b.int8", "1b.int4-g32")
-JOBS = {
-    "demo": ("single1", "single8", "lines", "equal"),
-    "smollm2": ("single1", "single8"),
-    "1b": ("single1", "single8"),
+from benchmarks.pipes import ROOT
+from benchmarks.real import packaged
+from cli.flags import Parser, positive
+
+TINYLLAMA = ("--random_weights", "benchmarks/shapes/tinyllama-1.1b.json")
+DEMO_DRAFT = ("--draft_checkpoint", "checkpoints/demo-draft")
+PROMPT_LENGTH = 512  # of cases that measure prompts
+
+
+class Case(NamedTuple):
+    flags: tuple[str, ...] = ()
+    num_tokens: int = 60  # decoded from each prompt
+    measures_prompts: bool = False
+
+
+CASES = {
+    "demo": Case(num_tokens=200),
+    "demo.draft": Case((*DEMO_DRAFT, "--speculate_k", "3"), 200),
+    "demo.draft.auto": Case((*DEMO_DRAFT, "--speculate_k", "auto"), 200),
+    "demo.suffix.auto": Case(("--draft", "suffix", "--speculate_k", "auto"), 200),
+    "smollm2": Case(("--checkpoint", "SMOLLM2")),
+    "smollm2.suffix.auto": Case(
+        ("--checkpoint", "SMOLLM2", "--draft", "suffix", "--speculate_k", "auto")
+    ),
+    "smollm2.prompt": Case(("--checkpoint", "SMOLLM2"), 2, True),
+    "1b": Case(TINYLLAMA, 24),
+    "1b.int8": Case((*TINYLLAMA, "--quantize", "int8"), 24),
+    "1b.int4-g32": Case((*TINYLLAMA, "--quantize", "int4-g32"), 24),
+    "1b.suffix.auto": Case((*TINYLLAMA, "--draft", "suffix", "--speculate_k", "auto"), 24),
+    "1b.prompt": Case(TINYLLAMA, 2, True),
+    "1b.int8.prompt": Case((*TINYLLAMA, "--quantize", "int8"), 2, True),
+    "1b.int4-g32.prompt": Case((*TINYLLAMA, "--quantize", "int4-g32"), 2, True),
 }
 
 
-class Checkout:
-    """One model in one checkout's code, inside a worker. An older checkout has no queue: it runs a
-    batch at a time."""
+def prompts_of(case: Case, number: int) -> list[str]:
+    """Of one process: `number` prompts, which begin differently, so that none reuses another's
+    positions. A model with random weights is given token ids."""
+    length = PROMPT_LENGTH if case.measures_prompts else 40
+    if TINYLLAMA[0] in case.flags:
+        ids = [[(7 * i + 31 * n) % 1000 + 3 for i in range(length)] for n in range(number)]
+        return [" ".join(map(str, row)) for row in ids]
+    stories = (ROOT / "checkpoints" / "stories.txt").read_text().split()
+    starts = range(0, length * number, length)
+    return [" ".join(stories[start : start + length * 3 // 4]) for start in starts]
 
-    def __init__(self, root: str, name: str, compile: bool):
-        sys.path[0] = root
-        if Path(root, "cli").is_dir():
-            import cli  # noqa: F401, which sets its environment before torch in older checkouts
 
-            if Path(root, "cli", "process.py").exists():
-                from cli.process import prepare
-
-                prepare()
-            from loading.checkpoint import load_model
-            from loading.config import config_from_hf
-            from loading.models import random_model
-            from weights.walker import pack_model
-        else:  # before the files moved to rooms
-            import program  # noqa: F401
-            from checkpoint import load_model, random_model
-
-            from model import Config
-            from weights.linears import pack_model
-
-            config_from_hf = Config.from_hf
-        from benchmarks.bench import TINYLLAMA
-        from benchmarks.real import packaged
-
-        self.compile, self.is_small, self.engines, self.compile_s = (
-            compile,
-            name.startswith("demo"),
-            {},
-            0.0,
+def measure(checkout: Path, case: Case, prompts: list[str], compile: bool, caches: Path) -> float:
+    """The median rate of a process over its prompts but the first."""
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write("\n".join(prompts) + "\n")
+        file.flush()
+        flags = [str(packaged()) if flag == "SMOLLM2" else flag for flag in case.flags]
+        command = [
+            *(sys.executable, "generate.py", "--json", "--temperature", "0", "--ignore_eos"),
+            *("--batch_size", "1", "--max_new_tokens", str(case.num_tokens)),
+            *("--prompt_file", file.name, "--compile" if compile else "--no-compile", *flags),
+        ]
+        env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(caches / checkout.name)}
+        done = subprocess.run(
+            command, cwd=checkout, env=env, text=True, capture_output=True, check=True
         )
-        folder, self.draft = f"{root}/checkpoints", None
-        if name.startswith("1b"):
-            self.model = pack_model(
-                random_model(config_from_hf(TINYLLAMA), quantize=name[3:] or None)
-            )
-        else:
-            self.model = pack_model(
-                load_model(packaged() if name == "smollm2" else f"{folder}/demo")
-            )
-        if name == "demo-draft":
-            self.draft = pack_model(load_model(f"{folder}/demo-draft"))
-
-    def engine(self, slots: int):
-        from decoding.engine import Engine
-        from drafts.base import ModelDraft
-
-        if slots not in self.engines:
-            drafter = ModelDraft(self.draft) if self.draft else None
-            options = {
-                "compile": self.compile,
-                "compile_prompts": False,
-                "drafter": drafter,
-                "speculate_k": 3,
-            }
-            engine = self.engines[slots] = Engine(self.model, slots, 384, **options)
-            self.compile_s += engine.warm_up("greedy") if self.compile else 0.0
-        return self.engines[slots]
-
-    def run(self, job: str, number: int) -> dict:
-        """Tokens a second of a job. Prompts differ between rounds: an engine may hold those of the
-        last one."""
-        from decoding.sampling import Sampling
-        from decoding.statistics import Timing
-
-        slots = {"single1": 1, "single8": 8, "lines": 8, "equal": 32}[job]
-        engine, timing = self.engine(slots), Timing()
-        if job == "lines":
-            prompts = [prompt_of(20 + 3 * i, 100 * number + i) for i in range(48)]
-            budgets = [200 if i % 8 == 0 else 20 for i in range(48)]
-        else:
-            num_prompts = 96 if job == "equal" else 1
-            prompts = [prompt_of(100, number)] * num_prompts
-            budgets = [20 if job == "equal" else 200 if self.is_small else 40] * num_prompts
-        start = time.perf_counter()
-        batch = len(prompts) if engine_has_queue(engine) else slots
-        for i in range(0, len(prompts), batch):
-            options = {"max_new_tokens": budgets[i : i + batch], "timing": timing}
-            for _ in engine.generate(prompts[i : i + batch], sampling=Sampling(0), **options):
-                pass
-        seconds, tokens = time.perf_counter() - start, sum(budgets)
-        if job.startswith("single"):
-            seconds, tokens = timing.decode_s, tokens - 1
-        peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-        return {"tok_s": tokens / seconds, "compile_s": self.compile_s, "peak_gb": peak_gb}
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    key = "prefill_tok_s" if case.measures_prompts else "decode_tok_s"
+    return statistics.median(answer[key] for answer in answers[1:])
 
 
-def engine_has_queue(engine) -> bool:
-    return hasattr(engine, "add_request")
+def compare(name: str, before: Path, rounds: int, num_prompts: int, compile: bool) -> dict:
+    """Both checkouts' rates and the ratios of `rounds` rounds. Compiled code is cached before."""
+    case = CASES[name]
+    prompts = prompts_of(case, num_prompts)
+    rates = {"before": [], "after": []}
+    folders = {"before": before, "after": ROOT}
+    ratios = []
+    with tempfile.TemporaryDirectory() as caches:
+        if compile:
+            for folder in folders.values():
+                measure(folder, case, prompts, compile, Path(caches))
+        for _ in range(rounds):
+            pair = {"before": 0.0, "after": 0.0}
+            for side in ("before", "after", "after", "before"):
+                value = measure(folders[side], case, prompts, compile, Path(caches))
+                rates[side].append(value)
+                pair[side] += value
+            ratios.append(pair["after"] / pair["before"])
+    texts = {side: spread(values) for side, values in rates.items()}
+    return {"case": name, "compiled": compile, **texts, "after_over_before": spread(ratios)}
 
 
-def prompt_of(length: int, number: int) -> list[int]:
-    return [(i * 7 + number * 31) % 1000 + 3 for i in range(length)]
-
-
-def work(root: str, name: str, compile: str) -> None:
-    """The process of one checkout: a line of JSON for each line that it reads."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    checkout = Checkout(root, name, json.loads(compile))
-    for line in sys.stdin:
-        print(json.dumps(checkout.run(*json.loads(line))), file=out, flush=True)
-
-
-def measure(name: str, compile: bool, roots: dict[str, Path], rounds: int) -> None:
-    """Print a line for each job of a model."""
-    answers: dict[str, dict[str, list[dict]]] = {
-        job: {root: [] for root in roots} for job in JOBS.get(name, ("single1",))
-    }
-    with contextlib.ExitStack() as stack:
-        workers = {}
-        for root, folder in roots.items():
-            env = os.environ | {
-                "TORCHINDUCTOR_CACHE_DIR": stack.enter_context(tempfile.TemporaryDirectory())
-            }
-            command = [sys.executable, __file__, "--work", str(folder), name, json.dumps(compile)]
-            pipes = {
-                "stdin": subprocess.PIPE,
-                "stdout": subprocess.PIPE,
-                "stderr": subprocess.DEVNULL,
-                "text": True,
-            }
-            workers[root] = stack.enter_context(
-                subprocess.Popen(command, cwd=folder, env=env, **pipes)
-            )
-        for number in range(rounds + 1):  # the first round does not count
-            for job in answers:
-                for root, worker in sorted(workers.items(), reverse=number % 2 == 1):
-                    worker.stdin.write(json.dumps([job, number]) + "\n")
-                    worker.stdin.flush()
-                    answers[job][root] += [json.loads(worker.stdout.readline())][:number]
-        for worker in workers.values():
-            worker.stdin.close()
-    for job, by_root in answers.items():
-        result = {"case": f"{job}.{name}{'.compiled' * compile}"}
-        for root in roots:
-            result |= {
-                f"{root}.{key}": spread(a[key] for a in by_root[root]) for key in by_root[root][0]
-            }
-        result["after_over_before"] = spread(
-            a["tok_s"] / b["tok_s"] for a, b in zip(by_root["after"], by_root["before"])
-        )
-        if job == "single8":
-            alone = answers["single1"]["after"]
-            result["after.8_slots_over_1"] = spread(
-                a["tok_s"] / b["tok_s"] for a, b in zip(by_root["after"], alone)
-            )
-        print(json.dumps(result, ensure_ascii=False), flush=True)
-
-
-def spread(values) -> str:
-    values = list(values)
+def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.3g} ({min(values):.3g}–{max(values):.3g})"
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--work"]:
-        return work(*sys.argv[2:])
-    parser = argparse.ArgumentParser(description="Two checkouts side by side.")
-    parser.add_argument("before", type=Path, metavar="CHECKOUT")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="default: all")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = Parser(description="Two checkouts of this project in turn.")
+    add = parser.add_argument
+    add("before", type=Path, metavar="CHECKOUT")
+    add("--only", nargs="+", choices=CASES, default=[*CASES], metavar="CASE", help="default: all")
+    add("--rounds", type=positive, default=3)
+    add("--prompts", type=positive, default=4, help="of a process; the first does not count")
+    add("--compile", action=argparse.BooleanOptionalAction, default=False)
     args = parser.parse_args()
-    for name in args.models:
-        for compile in (False, True):
-            measure(name, compile, {"before": args.before.resolve(), "after": HERE}, args.rounds)
+    for name in args.only:
+        result = compare(name, args.before.resolve(), args.rounds, args.prompts, args.compile)
+        print(json.dumps(result, ensure_ascii=False), flush=True)
 
 
 if __name__ == "__main__":
