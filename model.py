@@ -667,7 +667,7 @@ def parts_of(config: Config) -> tuple[list[Block], Rope]:
 
 class FamilyRope(Rope):
     """Rotations that differ by layer (Config.rope_types) or by the length that texts may reach
-    (longrope), and that scale queries and keys."""
+    (longrope), and that scale what they rotate."""
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -683,9 +683,7 @@ class FamilyRope(Rope):
         if takes_long_factors(self.config, max_seq_length):
             return self.long(pos)
         config = self.config
-        # Of q and k: q k^T has its square.
-        scale = config.rope_attention_factor * math.sqrt(config.score_scale)
-        cos, sin = (x * scale for x in super().forward(pos))
+        cos, sin = (x * config.rope_attention_factor for x in super().forward(pos))
         if not config.query_scale:
             return cos, sin
         num_contexts = pos // config.rope_original_length
@@ -812,7 +810,7 @@ class FamilyAttention(Attention):
         super().__init__(config)
         self.qk_norm = config.qk_norm
         self.interleaved = config.rope_interleaved
-        self.qk_scale = math.sqrt(config.score_scale)  # without RoPE, whose tables hold it
+        self.score_scale = config.score_scale
         if self.qk_norm:
             is_full = self.qk_norm == "full"
             heads = (config.n_heads, config.n_kv_heads) if is_full else (1, 1)
@@ -837,13 +835,12 @@ class FamilyAttention(Attention):
     def queries_keys(self, qk: Tensor, rope: tuple | None) -> tuple[Tensor, ...]:
         if self.qk_norm in ("heads", "full"):
             qk = self.normalize(qk)
-        if rope is None:
-            qk = scaled(qk, self.qk_scale)
-        else:
+        if rope is not None:
             qk = apply_rope_partly(qk, *rope[:2], self.interleaved)
         if self.qk_norm == "rotated":
             qk = self.normalize(qk)
         q, k = qk.split(self.heads(), dim=1)
+        q = scaled(q, self.score_scale)
         if rope is not None and len(rope) > 2:  # the queries' scale
             q = (q * rope[2]).to(q.dtype)
         return q, k

@@ -12,7 +12,7 @@ from conftest import FAMILIES, oracle
 
 from loading.checkpoint import load_model
 from loading.config import config_from_hf
-from model import RMSNorm, Rope, Transformer, attend
+from model import Config, RMSNorm, Rope, Transformer, attend
 
 LIMIT = 1e-4  # the bound promised for float32
 
@@ -146,6 +146,45 @@ def test_a_norm_is_its_definition():
             * norm.weight.double()
         )
         assert torch.allclose(norm(x).double(), want, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("rope_types", [(), (0, None)], ids=["all layers", "one without RoPE"])
+@pytest.mark.parametrize("rope_dim", [0, 8])
+@pytest.mark.parametrize("qk_norm", [None, "heads", "full", "rotated"])
+def test_scores_are_scaled_whatever_is_rotated_and_normed(qk_norm, rope_dim, rope_types):
+    """A scale of q k is that of the weights which make q: its last norm's, or its projection's. A
+    scale of 4 is exact."""
+    fields = {
+        "dim": 32,
+        "n_layers": 2,
+        "n_heads": 2,
+        "n_kv_heads": 1,
+        "head_dim": 16,
+        "ffn_dim": 48,
+        "vocab_size": 61,
+        "max_seq_length": 64,
+        "norm_eps": 1e-5,
+        "qk_norm": qk_norm,
+        "rope_dim": rope_dim,
+        "rope_types": rope_types,
+    }
+    torch.manual_seed(3)
+    plain = Transformer(Config(**fields)).eval()
+    scaled = Transformer(Config(**fields, score_scale=4.0)).eval()
+    scaled.load_state_dict(plain.state_dict())
+    tokens = torch.arange(12)[None] * 5 % 61  # (1, T)
+    with torch.inference_mode():
+        unscaled = plain(tokens, torch.arange(12))
+        for layer in plain.layers:
+            attention = layer.attention
+            if qk_norm:
+                attention.q_norm.weight.mul_(4)
+            else:
+                attention.qkv.weight[: 2 * 16].mul_(4)  # q's rows
+        want = plain(tokens, torch.arange(12))
+        got = scaled(tokens, torch.arange(12))
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    assert (want - unscaled).abs().max() > 1e-3, "the scale changes something"
 
 
 def test_attention_shares_kv_heads_without_repeating_them():
