@@ -60,35 +60,34 @@ def decode(
     last, or up to max_new_tokens. logits_processor(logits (1, 1, V), tokens (1, S), pos (1, 1))
     returns the logits that the token after `pos` is drawn from. UserError for a prompt that is
     empty or does not fit into the model's context."""
+    from decoding.runner import ModelRunner  # here: `import generate` loads no engine
+
     prompt = [int(id) for id in prompt]
     stop_ids = frozenset(stop_ids)
-    validation.check_lengths(model, [prompt], [max_new_tokens], model.config.max_seq_length)
-    validation.check_settings(model, sampling, seed, stop_ids)
-    from decoding.runner import ModelRunner
-
+    validation.check_request(model, prompt, max_new_tokens, sampling, seed, stop_ids)
     device = model.norm.weight.device
-    max_length = len(prompt) + max_new_tokens
+    max_length = len(prompt) + int(max_new_tokens)
     # The caches, and the shapes of passes that round as the engine's do.
     runner = ModelRunner(model, 1, max_length, cache_type=cache_type)
-    seeds = torch.tensor([seed], device=device)  # (1,)
+    seeds = torch.tensor([int(seed)], device=device)  # (1,)
     text = torch.tensor([prompt], device=device)  # (1, S) all tokens so far
     h = runner.prefill(text, 0, len(prompt))  # (1, T, D)
     for length in range(len(prompt), max_length):
         pos = torch.tensor([length - 1], device=device)  # (1,) of the newest token
-        if length > len(prompt):
-            h = model.hidden(text[:, pos], pos, runner.slice_to(length))  # (1, 1, D)
         logits = model.head(h[:, -1])  # (1, V)
         logits = penalize_text(logits, text, len(prompt), sampling)  # (1, V)
         if logits_processor is not None:
             logits = process(logits_processor, logits[:, None], text, pos[None])[:, 0]  # (1, V)
         # The random number is a hash of the seed and the token's position, without a generator.
         token = sampling.sample(logits, uniform(seeds, pos + 1))  # (1,)
-        if token.item() == INVALID:
+        id = token.item()
+        if id == INVALID:
             raise UserError(f"position {length}: the model's logits are not finite")
-        yield token.item()
-        if token.item() in stop_ids:
+        yield id
+        if id in stop_ids or length + 1 == max_length:
             return
         text = torch.cat((text, token[:, None]), dim=1)  # (1, S + 1)
+        h = model.hidden(token[:, None], pos + 1, runner.slice_to(length + 1))  # (1, 1, D)
 
 
 # ------------------------------------------------------------------------------ text in, text out

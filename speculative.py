@@ -184,7 +184,6 @@ class Text:
         self.tokens[0, : len(prompt)] = torch.tensor(prompt)
         self.pos = torch.tensor([len(prompt) - 1], device=device)  # (1,) of the last decided token
         self.seed = torch.tensor([seed], device=device)  # (1,)
-        self.draft_limit = torch.tensor([S], device=device)  # (1,) of a round: none
         self.sampling = sampling
         self.sampling_path = sampling.path
         self.values = sampling.values.to(device)  # (n,)
@@ -214,7 +213,7 @@ class Text:
 
 @torch.inference_mode()
 def speculate(
-    target: Transformer,
+    target,
     drafter,
     prompt: Sequence[int],
     *,
@@ -229,17 +228,20 @@ def speculate(
     sampled ones of the same distribution.
 
     drafter.propose(text, plan) returns k tokens (1, k) for the positions after text.pos, and the
-    distributions (1, k, V) that it drew them from, or zeros for no draft. In place of the target
-    its runner may come, with caches for one row; by default passes round as an engine's do.
+    distributions (1, k, V) that it drew them from, or zeros for no draft. Those of drafts/ need an
+    engine's slots. `target`: a Transformer, or in its place a runner, with caches for one row; by
+    default passes round as an engine's do. UserError for what `decode` refuses.
     """
-    end = len(prompt) + max_new_tokens
+    end = len(prompt) + int(max_new_tokens)
     runner = target
-    if isinstance(target, Transformer):
+    if isinstance(target, Transformer):  # imports are here for examples/notebook.py, a copy of this
+        import decoding.validation as validation
         from decoding.runner import ModelRunner
 
+        validation.check_request(target, prompt, max_new_tokens, sampling, seed, stop_ids)
         runner = ModelRunner(target, 1, end, slack=k + 1)
     target = runner.model
-    text = Text(prompt, sampling, seed, end + k, target.norm.weight.device)
+    text = Text(prompt, sampling, int(seed), end + k, target.norm.weight.device)
     # The prompt decides the first token, as in `decode`.
     h = runner.prefill(text.tokens, 0, len(prompt))  # (1, T, D)
     p = sampling.probs(target.head(h[:, -1:]))  # (1, 1, V)

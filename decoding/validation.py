@@ -6,6 +6,7 @@
     PromptError         its error, which has the prompt's row and the reason apart
     check_seed          a seed
     check_settings      seed, stop ids and logit_bias of a request
+    check_request       all of this, for one prompt
     check_logprobs      the number of top tokens to record
     check_count         a number of rows or positions
     stop_strings, bias_pairs, check_schema      settings of a request that come in several forms
@@ -109,6 +110,19 @@ def check_settings(
         raise UserError(f"{len(stop_ids)} stop ids are more than the {max_stop_ids} that fit")
     if problem := unknown_id(dict(sampling.logit_bias), model.config.vocab_size):
         raise UserError(f"logit_bias {problem}")
+
+
+def check_request(
+    model,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    sampling,
+    seed: int,
+    stop_ids: Collection[int],
+) -> None:
+    """UserError for what a plain loop of one prompt cannot decode in the model's context."""
+    check_lengths(model, [prompt], [max_new_tokens], model.config.max_seq_length)
+    check_settings(model, sampling, seed, stop_ids)
 
 
 def check_logprobs(num_logprobs: int | None, vocab_size: int) -> None:

@@ -1,12 +1,15 @@
 """generate.py: the loop against transformers and against itself alone."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from conftest import FAMILIES, changed_family, generate, oracle
+from conftest import BASE, FAMILIES, changed_family, generate, oracle
 from steps import token_records
 
 import decoding.readback as timing
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.kv_8bit import Fp8Cache, Int8Cache
 from decoding.runner import padded_length
 from decoding.sampling import Sampling
@@ -18,6 +21,7 @@ from drafts.target_layers import layer_subset
 from generate import decode
 from loading.checkpoint import load_model
 from model import KVCache
+from speculative import speculate
 from weights.formats import FORMATS
 from weights.walker import pack_model
 
@@ -196,17 +200,49 @@ def test_a_logits_processor_changes_the_plain_loop_as_it_does_an_engine(folder_o
     assert plain != [*decode(model, PROMPTS[1], **options)]
 
 
-def test_the_plain_loop_refuses_what_it_cannot_decode(folder_of):
+def speculated(model, prompt, **options):
+    return speculate(model, SimpleNamespace(propose=None), prompt, k=2, **options)
+
+
+LOOPS = {"decode": decode, "speculate": speculated}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    "prompt, options, error",
+    [
+        ([], {}, "prompt 0 is empty"),
+        ([5], {"max_new_tokens": BASE["max_position_embeddings"]}, "over the limit of"),
+        ([5], {"max_new_tokens": 0}, "max_new_tokens = 0 must be"),
+        ([5], {"max_new_tokens": 1.5}, "max_new_tokens = 1.5 must be"),
+        ([10**6], {}, "holds token id 1000000"),
+        ([5], {"seed": 2**64}, "seed = 18446744073709551616 must lie"),
+        ([5], {"sampling": Sampling(0, logit_bias=((10**6, 5.0),))}, "logit_bias holds token"),
+    ],
+)
+def test_the_loops_refuse_what_they_cannot_decode(loop, prompt, options, error, folder_of):
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    options = {"max_new_tokens": 1, "sampling": Sampling(0), **options}
+    with pytest.raises(UserError, match=error):
+        next(LOOPS[loop](model, prompt, **options))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_loops_take_whole_numbers_of_either_type(loop, folder_of):
+    """As an engine does."""
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    texts = [
+        [*LOOPS[loop](model, [5, 9], max_new_tokens=number(1), seed=number(3), sampling=Sampling())]
+        for number in (int, float)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_requests_are_refused_that_cannot_be_decoded(folder_of):
     model, options = (
         load_model(folder_of("llama-3"), dtype=torch.float32),
         {"sampling": Sampling(0)},
     )
-    with pytest.raises(ValueError, match="prompt 0 is empty"):
-        next(decode(model, [], max_new_tokens=1, **options))
-    with pytest.raises(ValueError, match="over the limit of"):
-        next(decode(model, [5], max_new_tokens=model.config.max_seq_length, **options))
-    with pytest.raises(ValueError, match="logit_bias holds token id 1000000"):
-        next(decode(model, [5], sampling=Sampling(0, logit_bias=((10**6, 5.0),)), max_new_tokens=1))
     with pytest.raises(ValueError, match="logprobs = -1"):
         Engine(model, 1, 40).add_request([5], max_new_tokens=1, prompt_logprobs=-1, **options)
     model.norm.weight.data.fill_(torch.nan)
