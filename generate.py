@@ -303,7 +303,7 @@ class LLM:
         engine."""
         with self.lock:
             old = self.engine
-            # The drafter of an engine that Ctrl-C kept from being made.
+            # Ctrl-C may have come while another engine was made, after it had taken the drafter.
             is_lost = old.drafter is not None and old.drafter.owner() is None
             if logits_processor is old.options.logits_processor and not is_lost:
                 return
@@ -343,7 +343,8 @@ class LLM:
         """Decode one step for all running answers; returns those that have ended, in text or by an
         error."""
         with self.lock:
-            self.engine.step()
+            if self.running:
+                self.engine.step()
             return self.feed()
 
     def feed(self) -> list[Answer]:
@@ -379,11 +380,8 @@ class LLM:
                     started.append(answer)
                     self.start(answer)
                 if num_free > 0 and not started:
-                    return
-                with self.lock:
-                    if self.running:
-                        self.engine.step()
-                        self.feed()
+                    return  # none is left
+                self.step()
                 finished = [answer for answer in started if answer.is_finished]
                 started = [answer for answer in started if not answer.is_finished]
                 yield from finished

@@ -77,7 +77,7 @@ def shard_spec(module: str) -> ShardSpec | None:
     """The row of PLAN for a module's full name, "layers.3.ffn.down" or "lm_head", or for one source
     of a fused matrix in parts, "layers.3.attention.qkv.2"."""
     fused, _, number = module.rpartition(".")
-    if number.isdigit():
+    if number.isdecimal():
         spec = shard_spec(fused)
         has_sources = spec is not None and spec.units
         return spec._replace(units=(spec.units[int(number)],)) if has_sources else None

@@ -53,7 +53,7 @@ class DraftComparison:
         for engine in self.engines.values():
             ks = engine.planner.ks
             runs_model = engine.drafter.model is not None
-            draft_s = {k: costs.draft_s[k] * runs_model for k in (0, *ks)}
+            draft_s = {k: costs.draft_s[k] * runs_model for k in ks}
             shared = Costs(costs.decode_s, draft_s, {k: costs.verify_s[k] for k in ks})
             engine.planner.measured_costs = {1: {0: shared}}
             engine.planner.costs = shared

@@ -37,10 +37,11 @@ class Costs:
         return self.verify_s[k] / self.decode_s
 
     def round(self, k: int, runs_drafter: bool = True) -> float:
-        """Cost of a step that drafts k tokens, in plain steps without a drafter; `runs_drafter`:
-        False where the draft is known already."""
-        target_s = self.verify_s[k] if k else self.decode_s
-        return (self.draft_s.get(k, 0.0) * runs_drafter + target_s) / self.decode_s
+        """Cost of a step that drafts k tokens, in plain steps; `runs_drafter`: False where the
+        draft is known already."""
+        if k == 0:
+            return 1.0
+        return (self.draft_s[k] * runs_drafter + self.verify_s[k]) / self.decode_s
 
     def speedup(
         self,
@@ -53,7 +54,7 @@ class Costs:
         which is L theorem 3.8 for v = 1. draft_share: the share of a row's steps in which the row
         has a draft; round_share: the share of all steps that are rounds, because some row has a
         draft."""
-        cost = round_share * self.round(k) + (1 - round_share) * self.round(0)
+        cost = round_share * self.round(k) + (1 - round_share)
         tokens = 1 + draft_share * (expected_tokens(alpha, k) - 1)
         return tokens / cost
 

@@ -38,11 +38,13 @@ class DraftLength:
         self.num_steps_to_probe = 0
 
     @property
-    def fixed(self) -> int | None:  # K, unless it is "auto"
+    def fixed(self) -> int | None:
+        """K, unless it is "auto"."""
         return None if self.k == "auto" else self.k
 
     @property
-    def alpha(self) -> float:  # the mean acceptance
+    def alpha(self) -> float:
+        """The mean acceptance."""
         return self.overlap / self.weight
 
     def observe(self, overlap: float) -> None:
@@ -57,13 +59,15 @@ class DraftLength:
         self.draft_share += (share - self.draft_share) / 16
 
     def choose(self, expected: Sequence[list[float] | None] = (None,)) -> int:
-        """`expected`: of each row, as Drafter.expect has it."""
+        """K of the next round, or 0 for a plain step. Where no K gains MIN_GAIN, PROBE_ROUNDS
+        rounds of the smallest K try again after every `patience` plain steps. `expected`: of each
+        row, as Drafter.expect has it."""
         if self.fixed is not None:
             return self.fixed
         if None not in expected:
             return self.best_for(expected)[0]
         k, gain = self.best()
-        if gain >= MIN_GAIN * self.costs.speedup(0, 0.0):
+        if gain >= MIN_GAIN:
             self.patience = PROBE_AFTER
             self.num_steps_to_probe = PROBE_AFTER
             return k

@@ -39,7 +39,7 @@ from decoding.scheduler import Request, Scheduler, Status
 from decoding.state import MAX_STOP_IDS, State
 from decoding.statistics import Timing
 from decoding.warmup import calibrate, lengths_to_calibrate, warm_up
-from drafts.base import CustomDraft, Drafter, propose
+from drafts.base import CustomDraft, Draft, Drafter, propose
 from model import Transformer
 from speculative import Plan, decode_round
 from tp import ranks_of
@@ -235,8 +235,8 @@ class Engine:
             num_padding = max(PREFILL_CHUNK, self.runner.chunk) // 8
             # Positions past the text that steps in flight may write, and the step that decided its
             # end; one more step to spare.
-            num_written = (self.readback.host_lag + 2) * (self.planner.max_k + 1)
-            self.scheduler.release(request, num_written + num_padding)
+            num_in_flight = (self.readback.host_lag + 2) * (self.planner.max_k + 1)
+            self.scheduler.release(request, num_in_flight + num_padding)
         del self.requests[request.id]
 
     @torch.inference_mode()
@@ -256,12 +256,12 @@ class Engine:
                 return events  # first tokens should not wait for a step
             requests = self.scheduler.decoding()
             if not requests:
-                return events + self.read(max_waiting=0)
+                return events + self.read(max_in_flight=0)
             begin_s = time.perf_counter()
             plans = self.planner.plan(requests, self.readback.steps)
             draft_s = time.perf_counter() - begin_s
             if lacks_positions(self, plans):
-                events += self.read(max_waiting=0)
+                events += self.read(max_in_flight=0)
                 requests = self.scheduler.decoding()
                 if not requests:
                     return events
@@ -281,7 +281,7 @@ class Engine:
         self.readback.clear()
         self.scheduler.waiting.clear()
         for request in self.requests.values():
-            request.finish_reason = request.finish_reason or "abort"
+            request.finish_reason = "abort" if error is None else "error"
             request.status = Status.FINISHED
             request.error = request.error or error
         self.requests.clear()
@@ -322,30 +322,30 @@ class Engine:
         state, target, drafter = step.rows
         k = step.k
         start = drafted = timestamp(target.device)
-        draft = (None, None)
+        draft = Draft(None, None)
         if k > 0:
             draft = propose(drafter, state, Plan(k, step.length, step.drafting))
             if step.drafts_unevenly:
                 draft = draft.limited(state.draft_limit)
             drafted = timestamp(target.device)
-            state.write_masks(step.requests, draft.tokens)
+        state.write_masks(step.requests, draft.tokens)
         records = step.records_logprobs
         decide_step = self.maybe_compile(decode_round, state, k, records)
         decide_step(self.model, target.slice_to(step.length + k), state, *draft, records)
         times = (start, drafted, timestamp(target.device))
-        return StepResult.of(state, k, times, records)
+        return StepResult.of(state, times, records)
 
     # ------------------------------------------------------------------------------------- results
 
-    def read(self, max_waiting: int | None = None) -> list[tuple[int, int]]:
-        """(request id, token) of all launched steps except the last `max_waiting`: by default as
+    def read(self, max_in_flight: int | None = None) -> list[tuple[int, int]]:
+        """(request id, token) of all launched steps except the last `max_in_flight`: by default as
         many as may be in flight when the next one is launched, none with a grammar, whose masks
         depend on every token so far."""
-        if max_waiting is None:
+        if max_in_flight is None:
             has_grammar = any(request.grammar for request in self.requests.values())
-            max_waiting = 0 if has_grammar else self.readback.host_lag
+            max_in_flight = 0 if has_grammar else self.readback.host_lag
         events = []
-        while len(self.readback) > max_waiting:
+        while len(self.readback) > max_in_flight:
             step, result = self.readback.receive()
             events += self.receive(step, result)
         return events

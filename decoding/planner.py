@@ -62,16 +62,15 @@ class Planner:
         self.max_k = max(ks, default=0)
         # Do steps record log-probabilities? A program may pause this while no answer needs them.
         self.records_logprobs = options.logprobs is not None
-        # Of steps that `warm_up` compiles and `calibrate` measures. Others compile when needed, and
-        # their costs are taken to lie between, in proportion.
+        # Numbers of rows that `warm_up` compiles and `calibrate` measures: all that a compiled step
+        # may have. Other steps have others too, whose costs are taken to lie between.
         self.row_counts = sorted({1, runner.B})
         self.drafter = drafter
         self.runner = runner
         self.memories = Memories() if drafter is None else drafter.memories
         self.memories.shared.draft_length = None  # costs are this engine's
-        # Of the step planned last, once `calibrate` has measured the costs of steps and rounds, by
-        # their number of rows and attended length.
-        self.costs: Costs | None = None
+        self.costs: Costs | None = None  # of the step planned last; None before `calibrate`
+        # What `calibrate` has measured, by number of rows, then by attended length.
         self.measured_costs: dict[int, dict[int, Costs]] = {}
 
     def assign_memory(self, request, others: Sequence) -> None:
@@ -106,33 +105,35 @@ class Planner:
             return 0, runner.B
         return begin, end
 
-    def max_length(self, requests: Sequence[Request], waiting: Sequence[Step]) -> int:
+    def max_length(self, requests: Sequence[Request], in_flight: Sequence[Step]) -> int:
         """An upper bound on the decided positions of these requests before the next step, with the
-        steps that are `waiting` to be read."""
-        unread = sum(step.k + 1 for step in waiting)
+        steps that are `in_flight`: launched, and not read yet."""
+        unread = sum(step.k + 1 for step in in_flight)
         length = max(request.num_positions for request in requests) + unread
         return min(length, self.runner.caches.max_seq_length)
 
-    def plan(self, requests: Sequence[Request], waiting: Sequence[Step]) -> list[MemoryPlan]:
-        """What the requests of each memory draft in the next step, as if those of others were not
-        there. Which other rows run, and how far they are, may depend on numbers that a request
-        shares with them: one that learns alone counts the costs of a full batch at its own
-        length."""
+    def plan(self, requests: Sequence[Request], in_flight: Sequence[Step]) -> list[MemoryPlan]:
+        """One plan for each memory, made from its own requests.
+
+        A request that learns alone (decoding/memory.py) must not depend on other rows: how many
+        run, and how long they are, may follow from random numbers that it shares with them. So its
+        costs are those of a full batch at its own length, whatever runs."""
         begin, end = self.row_range(requests)
-        self.costs = self.costs_of(end - begin, self.max_length(requests, waiting))
+        self.costs = self.costs_of(end - begin, self.max_length(requests, in_flight))
         by_memory: dict[Memory, list] = {}
         for request in requests:
             by_memory.setdefault(request.memory, []).append(request)
-        return [self.plan_memory(*group, waiting) for group in by_memory.items()]
+        return [self.plan_memory(*group, in_flight) for group in by_memory.items()]
 
-    def plan_memory(self, memory: Memory, requests: list, waiting: Sequence) -> MemoryPlan:
+    def plan_memory(self, memory: Memory, requests: list, in_flight: Sequence) -> MemoryPlan:
         """What the requests of one memory draft."""
         if self.drafter is None or not self.ks:
+            # No draft: K is 0, or the fixed width.
             return MemoryPlan(memory, requests, self.max_k, self.costs)
         mine = set(requests)
         unread = sum(
             plan.k + 1
-            for step in waiting
+            for step in in_flight
             for plan in step.plans
             if not mine.isdisjoint(plan.requests)
         )

@@ -83,6 +83,7 @@ def prefill(engine, request: Request) -> int:
         request.num_computed = end
         if is_last_chunk:
             state.prepare(running)
+            state.write_masks(running)
             decide(state, engine.model.head(h[:, -1:]), records_logprobs=records)
     except (RuntimeError, ValueError) as error:
         if lost_contact(error):
@@ -95,7 +96,7 @@ def prefill(engine, request: Request) -> int:
         request.num_launched = len(request.tokens) + 1
         plans = [MemoryPlan(request.memory, (request,))]
         step = Step(rows, end, requests=running, records_logprobs=records, plans=plans)
-        engine.readback.send(StepResult.of(state, 0, records_logprobs=records), step)
+        engine.readback.send(StepResult.of(state, records_logprobs=records), step)
     return cost
 
 

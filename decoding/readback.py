@@ -26,7 +26,6 @@ class StepResult(NamedTuple):
     """The decisions of a step, as tensors or lists. `times` marks its start, the end of drafting
     and of the step; it is empty for a prompt's first token."""
 
-    k: int  # tokens drafted
     times: tuple
     tokens: list[list[int]] | Tensor
     num_decided: list[int] | Tensor
@@ -40,11 +39,11 @@ class StepResult(NamedTuple):
     token_probs: list | Tensor | None = None
 
     @classmethod
-    def of(cls, state, k: int, times: tuple = (), records_logprobs: bool = False) -> "StepResult":
-        """What a step that drafted k tokens left in a State."""
+    def of(cls, state, times: tuple = (), records_logprobs: bool = False) -> "StepResult":
+        """What a step left in a State."""
         logprobs = (state.top_logprobs, state.token_probs) if records_logprobs else ()
         drafting = (state.num_drafted, state.accepted, state.overlap, state.drafted)
-        return cls(k, times, state.out, state.num_decided, *drafting, *logprobs)
+        return cls(times, state.out, state.num_decided, *drafting, *logprobs)
 
     def ids_of(self, row: int) -> list[int]:
         """The tokens that a row got."""
@@ -89,34 +88,34 @@ class Readback:
         self.device = device
         self.timeout_s = timeout_s
         self.host_lag = host_lag(device)
-        self.waiting: deque[tuple[StepResult, object, object]] = deque()
+        self.in_flight: deque[tuple[StepResult, object, object]] = deque()
 
     def __len__(self) -> int:
         """The number of steps that the host has yet to read."""
-        return len(self.waiting)
+        return len(self.in_flight)
 
     @property
     def steps(self) -> list:
         """The steps that the host has yet to read."""
-        return [step for *_, step in self.waiting]
+        return [step for *_, step in self.in_flight]
 
     def send(self, result: StepResult, step: object) -> None:
         """Queue the result of a step; `receive` returns both."""
-        copies = [host_copy(tensor) for tensor in result[2:] if tensor is not None]
-        result = StepResult(result.k, result.times, *copies)
-        self.waiting.append((result, timestamp(self.device), step))
+        copies = [host_copy(tensor) for tensor in result[1:] if tensor is not None]
+        result = StepResult(result.times, *copies)
+        self.in_flight.append((result, timestamp(self.device), step))
 
     def receive(self) -> tuple[object, StepResult]:
         """(step, its result as lists) of the oldest step."""
-        result, event, step = self.waiting.popleft()
+        result, event, step = self.in_flight.popleft()
         if not isinstance(event, float):
             wait_for(event, self.timeout_s)
-        lists = [copy.tolist() for copy in result[2:] if copy is not None]
-        return step, StepResult(result.k, result.times, *lists)
+        lists = [copy.tolist() for copy in result[1:] if copy is not None]
+        return step, StepResult(result.times, *lists)
 
     def clear(self) -> None:
         """Forget the results that the host has not read."""
-        self.waiting.clear()
+        self.in_flight.clear()
 
 
 def host_copy(x: Tensor) -> Tensor:

@@ -125,8 +125,8 @@ class State(nn.Module):
         requests: Sequence[tuple[int, object]],
         limits: Mapping[object, int] = MappingProxyType({}),
     ) -> None:
-        """Choose the code for a step of these (row, scheduler.Request) pairs, and write the masks
-        of their grammars. `limits`: how many tokens of each are drafted, if the step drafts."""
+        """Choose the code for a step of these (row, scheduler.Request) pairs. `limits`: how many
+        tokens of each are drafted, if the step drafts."""
         self.sampling_path = common_path(request for _, request in requests)
         if limits:
             by_row = [0] * len(self.pos)
@@ -134,13 +134,12 @@ class State(nn.Module):
                 by_row[row] = limits[request]
             by_row = torch.tensor(by_row, pin_memory=self.pos.is_cuda)
             self.draft_limit.copy_(by_row, non_blocking=True)
-        self.write_masks(requests)
 
     def write_masks(
         self, requests: Sequence[tuple[int, object]], draft_tokens: Tensor | None = None
     ) -> None:
-        """Write the masks of these rows for the next token and after each of draft_tokens (B, K);
-        after one that is not allowed, all tokens are."""
+        """Write the masks of these rows' grammars for the next token and after each of draft_tokens
+        (B, K); after one that is not allowed, all tokens are."""
         for row, request in requests:
             if request.grammar is None:
                 continue

@@ -168,5 +168,6 @@ def costs_of_rows(
         draft_times, target_times = zip(*pairs)
         draft_s[k] = statistics.median(draft_times)
         target_s[k] = statistics.median(target_times)
+    del draft_s[0]
     decode_s = target_s.pop(0)
     return Costs(decode_s, draft_s, verify_s=target_s)

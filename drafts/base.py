@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import decoding.sampling as sampling
+from decoding.errors import UserError
 from decoding.memory import Memories
 from decoding.sampling import DRAFT_DRAW, draw
 from model import Caches, Config, Transformer, row_view
@@ -138,8 +139,8 @@ class ModelDraft(Drafter):
     the target's cache one is enough: verification rewrites all K + 1 positions of every layer
     before any read."""
 
-    # A subclass whose first pass reads all tokens that the last round may have decided, k_max + 1,
-    # gives the number of tokens that this pass reads besides; None: the first pass reads 1 or 2.
+    # None: a round's first pass reads `window` tokens, 1 or 2. A number: it reads the k_max + 1
+    # tokens that the last round may have decided, and so many before them.
     num_extra_inputs: int | None = None
     # Positions from the last decided token on that its cache needs beyond the target's.
     num_scratch = 0
@@ -172,9 +173,11 @@ class ModelDraft(Drafter):
     def propose(self, batch: nn.Module, plan) -> Draft:
         caches = self.runner.slice_to(plan.length + plan.k)
         self.drawn.zero_()
-        for num_inputs in (max(1, self.window), *[1] * (plan.k - 1)):
+        num_inputs = max(1, self.window)
+        for _ in range(plan.k):
             draw_next = self.maybe_compile(self.draw_next, batch, num_inputs)
             draw_next(caches, batch, num_inputs)
+            num_inputs = 1  # the token just drawn
         return self.proposal(batch, plan.k)
 
     def proposal(self, batch: nn.Module, k: int) -> Draft:
@@ -292,6 +295,9 @@ class CustomDraft(Drafter):
         self.propose = drafter.propose
         self.expect = getattr(drafter, "expect", self.expect)
 
+    def setup(self, *args) -> None:
+        """It brings its own tensors."""
+
 
 @dataclass(frozen=True)
 class LoadOptions:
@@ -304,6 +310,13 @@ class LoadOptions:
     sharded: bool = False
     progress: bool = False
     target: object = None
+
+
+def read_count(value: str, what: str) -> int:
+    """A whole number from 1 on, as a spec has it; UserError that names `what` it counts."""
+    if not value.isdecimal() or int(value) < 1:
+        raise UserError(f"{value!r} is no number of {what}; it must be at least 1")
+    return int(value)
 
 
 class DraftSource:

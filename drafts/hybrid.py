@@ -5,14 +5,14 @@ before the step and costs nothing, and it knows how probable it is that 1, 2, â€
 accepted. The second runs a model. Its draft takes time, and what it promises is the acceptance of
 its earlier rounds.
 
-How the choice is made, before each step and from decided tokens alone. With a fixed K: by the
-tokens that each promises for the step, K of which are drafted either way. With "auto": by tokens
-for the cost of a plain step, at the K that is best for each. There the first is also given what
-steps without the model yielded lately (decoding.draft_length.Gains), between copies too: the model
-would delay copies, which are noticed only once they have begun, and its cache would have to catch
-up after each. Where neither pays, DraftLength makes plain steps, and tries the second again after
-a while. As in ArcticInference (github.com/snowflakedb/ArcticInference, vllm/model_runner.py), no
-drafted token takes part in the choice, so it does not change the distribution of the text.
+The choice is made before each step, from decided tokens alone. With a fixed K the first drafts if
+it promises at least the tokens that the second's acceptance so far predicts. With "auto" both are
+rated at their best K, in tokens for the cost of a plain step. Between two copies the first promises
+nothing, but its recent rate (decoding.draft_length.Gains) still counts: a round of the model there
+would notice the next copy late, and the model's cache would have to catch up after each copy. Where
+neither pays, DraftLength makes plain steps, and tries the second again after a while. As in
+ArcticInference (github.com/snowflakedb/ArcticInference, vllm/model_runner.py), no drafted token
+takes part in the choice, so it does not change the distribution of the text.
 """
 
 from collections.abc import Sequence
@@ -82,17 +82,17 @@ class HybridDraft(Drafter):
         return max(first_rate, memory.of(Gains).rate) >= second_rate
 
     def propose(self, batch: nn.Module, plan) -> Draft:
-        rows = [row for row, request in plan.requests if request.memory.of(Choice).takes_first]
-        if rows and len(rows) == len(plan.requests):
+        first_rows = [r for r, request in plan.requests if request.memory.of(Choice).takes_first]
+        if first_rows and len(first_rows) == len(plan.requests):
             return self.first.propose(batch, plan)
-        # The first may have drafted ids there that the second does not have.
-        self.second.probs[..., self.second.vocab :] = 0.0
         draft = self.second.propose(batch, plan)
-        if rows or not plan.requests:  # without requests both are compiled and measured
-            first = self.first.propose(batch, plan)
-            draft.tokens[rows] = first.tokens[rows]  # other memories' requests take it
-            draft.q[rows] = first.q[rows]
-        return draft
+        if not first_rows and plan.requests:  # without requests both are compiled and measured
+            return draft
+        first = self.first.propose(batch, plan)
+        tokens, q = (x.clone() for x in draft)  # the second's own tensors may lack the first's ids
+        tokens[first_rows] = first.tokens[first_rows]
+        q[first_rows] = first.q[first_rows]
+        return Draft(tokens, q)
 
 
 class HybridSource(DraftSource):

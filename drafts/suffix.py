@@ -22,9 +22,8 @@ from torch import nn
 
 from decoding import readback
 from decoding.draft_length import DECAY
-from decoding.errors import UserError
 from decoding.scheduler import Request, common_prefix
-from drafts.base import Draft, Drafter, DraftSource
+from drafts.base import Draft, Drafter, DraftSource, read_count
 from model import Config, Transformer
 
 GRAMS = (6, 3, 1)  # lengths of the indexed n-grams; a look-up takes the longest that occurred
@@ -104,6 +103,7 @@ class IndexedText:
                 break
             draft_tokens.append(DraftToken(token, share, length))
             ahead = [position + 1 for position in ahead if self.ids[position] == token]
+            # For this loop alone: a continuation that reaches the text's end then repeats.
             self.ids.append(token)
         del self.ids[num_ids:]
         return draft_tokens
@@ -255,9 +255,7 @@ class SuffixSource(DraftSource):
 
     def check(self, config: Config) -> None:
         value = self.origin
-        if value and (not value.isdecimal() or int(value) < 1):
-            raise UserError(f"{value!r} is no number of tokens to match; it must be at least 1")
-        self.args = [int(value)] if value else []
+        self.args = [read_count(value, "tokens to match")] if value else []
 
     def load(self, target: Transformer, tokenizer) -> SuffixDraft:
         return self.draft_class(*self.args)

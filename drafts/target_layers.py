@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from decoding.errors import UserError
-from drafts.base import DraftSource, ModelDraft
+from drafts.base import DraftSource, ModelDraft, read_count
 from model import AttentionMask, Config, Transformer, visible_keys
 from weights.formats import format_of
 from weights.walker import quantized_copy
 
+KEYS = "keys for window:N"  # what a spec counts
 NUM_SINKS = 4  # keys at a text's beginning, which attention needs even if it uses them little
 
 
@@ -102,7 +103,7 @@ class WindowSource(DraftSource):
     """`--draft window:N`: the target on its first keys and its last N, on the target's caches."""
 
     def check(self, config: Config) -> None:
-        self.window = parse_window(self.origin)
+        self.window = read_count(self.origin, KEYS)
 
     def load(self, target: Transformer, tokenizer) -> ModelDraft:
         return on_all_layers(WindowedTarget(target, self.window))
@@ -115,20 +116,13 @@ class QuantizedSource(DraftSource):
     def check(self, config: Config) -> None:
         self.scheme, separator, window = self.origin.partition(",window:")
         format_of(self.scheme)
-        self.window = parse_window(window) if separator else None
+        self.window = read_count(window, KEYS) if separator else None
 
     def load(self, target: Transformer, tokenizer) -> ModelDraft:
         draft = quantized_copy(target, self.scheme)
         if self.window is not None:
             draft = WindowedTarget(draft, self.window)
         return on_all_layers(draft)
-
-
-def parse_window(value: str) -> int:
-    """UserError for what is no number of keys."""
-    if not value.isdigit() or int(value) < 1:
-        raise UserError(f"{value!r} is no number of keys for window:N; it must be at least 1")
-    return int(value)
 
 
 def on_all_layers(model: Transformer) -> ModelDraft:

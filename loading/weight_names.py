@@ -77,7 +77,7 @@ def sources(config: Config, name: str) -> list[str]:
     tied head are the embedding's."""
     module, part = name.rsplit(".", 1)
     fused, _, number = module.rpartition(".")
-    if number.isdigit():
+    if number.isdecimal():
         return [sources(config, f"{fused}.{part}")[int(number)]]
     if config.tie_embeddings and name == "lm_head.weight":
         module = "embed"

@@ -663,13 +663,13 @@ def test_a_hybrid_is_compared_with_the_better_of_its_two():
 @pytest.mark.slow
 def test_the_engines_of_a_comparison_share_costs_and_write_the_plain_text(monkeypatch):
     """Where every step costs as much as a plain one, tokens by costs are tokens a step."""
-    costs = Costs(0.5, dict.fromkeys((0, 1, 2, 3, 5, 8, 16), 0.0), dict.fromkeys((1, 2, 16), 0.5))
+    costs = Costs(0.5, dict.fromkeys((1, 2, 3, 5, 8, 16), 0.0), dict.fromkeys((1, 2, 16), 0.5))
     monkeypatch.setattr(SuffixDraft, "auto_k", (1, 2, 16))
     monkeypatch.setattr(ModelDraft, "auto_k", (1, 2))
     monkeypatch.setattr(Engine, "calibrate", lambda engine, sampling: costs)
     model, tokenizer = load_model(DEMO), load_tokenizer(DEMO)
     comparison = DraftComparison(model, tokenizer, DEMO.with_name("demo-draft"), 128, compile=False)
-    assert comparison.engines["suffix"].planner.costs.draft_s == {0: 0, 1: 0, 2: 0, 16: 0}
+    assert comparison.engines["suffix"].planner.costs.draft_s == {1: 0, 2: 0, 16: 0}
     assert comparison.engines["model"].planner.costs.verify_s == {1: 0.5, 2: 0.5}
     request = {"ids": tokenizer.encode("Once upon a time there was a dog. Once upon"), "new": 24}
     answers = comparison.answers([request])

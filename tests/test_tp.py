@@ -1035,7 +1035,7 @@ def test_results_of_ranks_are_waited_for_with_a_timeout(timeout_s):
         synchronize=lambda: calls.append("wait"), query=lambda: bool(calls.append("ask"))
     )
     readback = timing.Readback(torch.device("cpu"), timeout_s)
-    readback.send(timing.StepResult(0, (), *torch.zeros(6, 1, 1)), "label")
+    readback.send(timing.StepResult((), *torch.zeros(6, 1, 1)), "label")
     ((step, _, label),) = readback.waiting
     readback.waiting[0] = (step, event, label)  # as on a GPU
     refused = pytest.raises(torch.distributed.DistError, match=r"nothing came in 0.1 s")
