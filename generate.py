@@ -343,8 +343,7 @@ class LLM:
         """Decode one step for all running answers; returns those that have ended, in text or by an
         error."""
         with self.lock:
-            if self.running:
-                self.engine.step()
+            self.engine.step()
             return self.feed()
 
     def feed(self) -> list[Answer]:
@@ -381,7 +380,10 @@ class LLM:
                     self.start(answer)
                 if num_free > 0 and not started:
                     return  # none is left
-                self.step()
+                with self.lock:
+                    if self.running:
+                        self.engine.step()
+                        self.feed()
                 finished = [answer for answer in started if answer.is_finished]
                 started = [answer for answer in started if not answer.is_finished]
                 yield from finished
