@@ -1,9 +1,9 @@
 """Draft K tokens cheaply, verify them in one pass of the target, keep those that preserve its
 distribution.
 
+    speculate                       the whole idea, for one prompt
     acceptance, residual, accept    rejection sampling: two formulas, and the decision of every
                                     round, token by token or for the whole block
-    speculate                       the whole idea, for one prompt: read it first
     decode_round                    the step of an engine's batch, of which plain decoding is the
                                     case K = 0
     Rule                            a decision of your own in place of `accept`
@@ -23,143 +23,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import decoding.sampling as sampling
 from decoding.errors import UserError
 from decoding.sampling import (
     ACCEPT,
+    GREEDY,
     INVALID,
     PENALIZED,
     PLAIN_DRAW,
     Sampling,
+    distribution,
     draw,
     row_noise,
+    sample,
 )
 from model import Caches, Transformer
-
-# ------------------------------------------------------------------------------------------ accept
-
-
-def acceptance(p: Tensor, q: Tensor) -> Tensor:
-    """The probability min(1, p / q) of keeping a drafted token (L, section 2.3); 0 where q is 0,
-    because such a token was not drawn from q. p target, q draft, any shape."""
-    ratio = (p / q).clamp(max=1)
-    return torch.where(q > 0, ratio, 0)
-
-
-def residual(p: Tensor, q: Tensor, factor: Tensor | float = 1.0) -> Tensor:
-    """norm(max(0, factor * p - q)) (..., V), the distribution that replaces a rejected token (L,
-    algorithm 1). It is p itself, with p's bits, in rows where q is 0: their token is drawn as in
-    plain decoding. It is p too where rounding makes the sum 0: p = q is never rejected."""
-    rest = (factor * p - q).clamp(min=0)
-    total = rest.sum(dim=-1, keepdim=True)
-    has_draft = q.amax(dim=-1, keepdim=True) > 0
-    has_rest = has_draft & (total > 0)
-    return torch.where(has_rest, rest / total, p)
-
-
-def block_acceptance(
-    p_drafted: Tensor,
-    q_drafted: Tensor,
-    p: Tensor,
-    q: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Algorithm 2 of S, for K drafted tokens: the probabilities h (B, K), and factors (B, K + 1).
-
-    Whether to keep the first i tokens is tested for each i, with probability h[:, i - 1], and the
-    largest i that passes is kept. The factor after i tokens is their joint p / q, cut off at 1 on
-    the way: the next token is drawn from norm(max(0, factor * p - q)).
-
-    p_drafted, q_drafted (B, K) are the probabilities of the drafted tokens; p (B, K + 1, V), q (B,
-    K, V). With K = 1 this is `acceptance`. An example with K = 2: the first token has p / q = 0.5,
-    the second p / q = 2, so that the factors are 1, 0.5, 1. One by one the first token is lost half
-    of the time; as a block both are always kept, because the second makes up for the first. A row
-    may have fewer than K drafted tokens, and q is 0 after them: there h is the factor itself.
-    """
-    K = q.size(1)
-    ratio = p_drafted / q_drafted  # (B, K)
-    ratio = torch.where(q_drafted > 0, ratio, 0)
-    factors = [torch.ones_like(ratio[:, 0])]  # of i tokens: their joint p / q, cut off at 1
-    for i in range(K):
-        factor = factors[i] * ratio[:, i]
-        factors.append(factor.clamp(max=1))
-    factor = torch.stack(factors, dim=1)  # (B, K + 1)
-    inner = factor[:, 1:K]  # (B, K - 1)
-    p_rest = inner[..., None] * p[:, 1:K]  # (B, K - 1, V)
-    q_rest = q[:, 1:].nan_to_num()
-    excess = (p_rest - q_rest).clamp(min=0)
-    rest = excess.sum(dim=-1)  # (B, K - 1)
-    total_mass = rest + 1 - inner
-    h = torch.where(total_mass == 0, 1, rest / total_mass)
-    last = factor[:, K:]  # (B, 1)
-    h = torch.cat((h, last), dim=1)  # (B, K)
-    return h, factor
-
-
-def accept(
-    draft_tokens: Tensor,
-    draft_probs: Tensor,
-    target_probs: Tensor,
-    *,
-    noise: tuple[Tensor, Tensor],
-    block: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Algorithm 1 of L for every row: the number of drafted tokens to keep, and the token that
-    follows them. With `block`, algorithm 2 of S: the same distribution, and more tokens kept.
-
-    draft_tokens (B, K) int, drawn from draft_probs (B, K, V) float32; target_probs (B, K + 1, V)
-    float32
-    -> n_accepted (B,), next_token (B,), int64. `noise`: uniform numbers in [0, 1) for the K
-    decisions (B, K), and for the next token after each number of acceptances (B, K + 1). What a
-    block decides also depends on the tokens that it discards and on their numbers, so the next
-    round must draft these positions again with fresh numbers: `round_uniform` therefore hashes the
-    round's start. Nothing here waits for the device. Where the target's probabilities are NaN,
-    next_token is sampling.INVALID; where the draft's are, its token is rejected.
-    """
-    K = draft_tokens.size(1)
-    p = target_probs.float()
-    q = draft_probs.float()
-    to_accept, to_draw = noise
-    drafted = draft_tokens[..., None]  # (B, K, 1)
-    p_drafted = p[:, :K].gather(2, drafted)[..., 0]  # (B, K)
-    q_drafted = q.gather(2, drafted)[..., 0]  # (B, K)
-    law = residual
-    if block and K > 0:
-        h, factor = block_acceptance(p_drafted, q_drafted, p, q)
-        count = torch.arange(1, K + 1, device=p.device)
-        passing = torch.where(to_accept < h, count, 0)  # (B, K)
-        n = passing.amax(dim=1)  # (B,) the longest block
-        law = functools.partial(residual, factor=factor.gather(1, n[:, None]))
-    else:
-        n = count_kept(to_accept < acceptance(p_drafted, q_drafted))  # u < 0 never holds
-    return n, draw_next(n, p, q, to_draw, law)
-
-
-def count_kept(may_keep: Tensor) -> Tensor:
-    """How many drafted tokens (B,) stand before the first that may not be kept (B, K)."""
-    leading = may_keep.long().cumprod(dim=1)  # (B, K)
-    return leading.sum(dim=1)
-
-
-def draw_next(
-    n: Tensor,
-    p: Tensor,
-    q: Tensor,
-    to_draw: Tensor,
-    law: Callable,
-) -> Tensor:
-    """The token (B,) after the first n (B,) drafted ones, drawn from law(p, q) of the two
-    distributions (B, V) there: q is 0 after K acceptances. Otherwise as in `accept`."""
-    row = torch.arange(len(n), device=p.device)
-    q = F.pad(q, (0, 0, 0, 1))  # (B, K + 1, V)
-    p_next = law(p[row, n], q[row, n])  # (B, V)
-    return draw(p_next, to_draw[row, n])
-
 
 # -------------------------------------------------------------------------------------- speculate
 
 
 class Plan(NamedTuple):
-    """What a step asks of a drafter: K tokens for every row, none of which has more than `length`
+    """What a step asks of a drafter: k tokens for every row, none of which has more than `length`
     decided tokens. `requests`: an engine's (row, request) pairs."""
 
     k: int
@@ -263,6 +146,125 @@ def speculate(
         decided = torch.cat((draft_tokens[:, :n], token[:, None]), dim=1)  # (1, n + 1)
 
 
+# ------------------------------------------------------------------------------------------ accept
+
+
+def acceptance(p: Tensor, q: Tensor) -> Tensor:
+    """The probability min(1, p / q) of keeping a drafted token (L, section 2.3); 0 where q is 0,
+    because such a token was not drawn from q. p target, q draft, any shape."""
+    ratio = (p / q).clamp(max=1)
+    return torch.where(q > 0, ratio, 0)
+
+
+def residual(p: Tensor, q: Tensor, factor: Tensor | float = 1.0) -> Tensor:
+    """norm(max(0, factor * p - q)) (..., V), the distribution that replaces a rejected token (L,
+    algorithm 1). It is p itself, with p's bits, in rows where q is 0: their token is drawn as in
+    plain decoding. It is p too where rounding makes the sum 0: p = q is never rejected."""
+    rest = (factor * p - q).clamp(min=0)
+    total = rest.sum(dim=-1, keepdim=True)
+    has_draft = q.amax(dim=-1, keepdim=True) > 0
+    has_rest = has_draft & (total > 0)
+    return torch.where(has_rest, rest / total, p)
+
+
+def block_acceptance(
+    p_drafted: Tensor,
+    q_drafted: Tensor,
+    p: Tensor,
+    q: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Algorithm 2 of S, for K drafted tokens: the probabilities h (B, K), and factors (B, K + 1).
+
+    Whether to keep the first i tokens is tested for each i, with probability h[:, i - 1], and the
+    largest i that passes is kept. The factor after i tokens is their joint p / q, cut off at 1 on
+    the way: the next token is drawn from norm(max(0, factor * p - q)).
+
+    p_drafted, q_drafted (B, K) are the probabilities of the drafted tokens; p (B, K + 1, V), q (B,
+    K, V). With K = 1 this is `acceptance`. An example with K = 2: the first token has p / q = 0.5,
+    the second p / q = 2, so that the factors are 1, 0.5, 1. One by one the first token is lost half
+    of the time; as a block both are always kept, because the second makes up for the first. A row
+    may have fewer than K drafted tokens, and q is 0 after them: there h is the factor itself.
+    """
+    K = q.size(1)
+    ratio = p_drafted / q_drafted  # (B, K)
+    ratio = torch.where(q_drafted > 0, ratio, 0)
+    factors = [torch.ones_like(ratio[:, 0])]  # of i tokens: their joint p / q, cut off at 1
+    for i in range(K):
+        factor = factors[i] * ratio[:, i]
+        factors.append(factor.clamp(max=1))
+    factor = torch.stack(factors, dim=1)  # (B, K + 1)
+    inner = factor[:, 1:K]  # (B, K - 1)
+    p_rest = inner[..., None] * p[:, 1:K]  # (B, K - 1, V)
+    q_rest = q[:, 1:].nan_to_num()
+    excess = (p_rest - q_rest).clamp(min=0)
+    rest = excess.sum(dim=-1)  # (B, K - 1)
+    total_mass = rest + 1 - inner
+    h = torch.where(total_mass == 0, 1, rest / total_mass)
+    last = factor[:, K:]  # (B, 1)
+    h = torch.cat((h, last), dim=1)  # (B, K)
+    return h, factor
+
+
+def accept(
+    draft_tokens: Tensor,
+    draft_probs: Tensor,
+    target_probs: Tensor,
+    *,
+    noise: tuple[Tensor, Tensor],
+    block: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Algorithm 1 of L for every row: the number of drafted tokens to keep, and the token that
+    follows them. With `block`, algorithm 2 of S: the same distribution, and more tokens kept.
+
+    draft_tokens (B, K) int, drawn from draft_probs (B, K, V) float32; target_probs (B, K + 1, V)
+    float32
+    -> n_accepted (B,), next_token (B,), int64. `noise`: uniform numbers in [0, 1) for the K
+    decisions (B, K), and for the next token after each number of acceptances (B, K + 1). What a
+    block decides also depends on the tokens that it discards and on their numbers, so the next
+    round must draft these positions again with fresh numbers: `round_uniform` therefore hashes the
+    round's start. Nothing here waits for the device. Where the target's probabilities are NaN,
+    next_token is INVALID; where the draft's are, its token is rejected.
+    """
+    K = draft_tokens.size(1)
+    p = target_probs.float()
+    q = draft_probs.float()
+    to_accept, to_draw = noise
+    drafted = draft_tokens[..., None]  # (B, K, 1)
+    p_drafted = p[:, :K].gather(2, drafted)[..., 0]  # (B, K)
+    q_drafted = q.gather(2, drafted)[..., 0]  # (B, K)
+    law = residual
+    if block and K > 0:
+        h, factor = block_acceptance(p_drafted, q_drafted, p, q)
+        count = torch.arange(1, K + 1, device=p.device)
+        passing = torch.where(to_accept < h, count, 0)  # (B, K)
+        n = passing.amax(dim=1)  # (B,) the longest block
+        law = functools.partial(residual, factor=factor.gather(1, n[:, None]))
+    else:
+        n = count_kept(to_accept < acceptance(p_drafted, q_drafted))  # never at 0: noise is >= 0
+    return n, draw_next(n, p, q, to_draw, law)
+
+
+def count_kept(may_keep: Tensor) -> Tensor:
+    """How many drafted tokens (B,) stand before the first that may not be kept (B, K)."""
+    leading = may_keep.long().cumprod(dim=1)  # (B, K)
+    return leading.sum(dim=1)
+
+
+def draw_next(
+    n: Tensor,
+    p: Tensor,
+    q: Tensor,
+    to_draw: Tensor,
+    law: Callable,
+) -> Tensor:
+    """The token (B,) after the first n (B,) drafted ones, drawn from law(p, q) of the two
+    distributions (B, V) there: q is 0 after K acceptances. Otherwise as in `accept`."""
+    row = torch.arange(len(n), device=p.device)
+    q = F.pad(q, (0, 0, 0, 1))  # (B, K + 1, V)
+    p_next = law(p[row, n], q[row, n])  # (B, V)
+    return draw(p_next, to_draw[row, n])
+
+
 # ------------------------------------------------------------------------------------ decode_round
 
 
@@ -279,8 +281,9 @@ def decode_round(
     Without a draft K = 0, and this is plain decoding. `state` is decoding/state.py's; with
     `records_logprobs` it also records log-probabilities.
 
-    The pass overwrites keys and values of all K + 1 positions in every layer, including those of a
-    drafter. A parked row writes past all attended positions.
+    A draft on the target's own caches (drafts/target_layers.py) has written there too: the pass
+    overwrites its keys and values at all K + 1 positions of every layer. A parked row writes past
+    all attended positions.
     """
     pos = state.pos[:, None]  # (B, 1)
     if draft_tokens is not None:
@@ -310,13 +313,13 @@ def decide(
     # its position.
     to_draw = state.noise(pos + 1)  # (B, K + 1)
     if draft_tokens is None:
-        decided = sampling.sample(processed, state.sampling_path, state.values, to_draw)  # (B, 1)
+        decided = sample(processed, state.sampling_path, state.values, to_draw)  # (B, 1)
         decided = state.broadcast(decided)
         n = None
         state.num_drafted.zero_()
         state.accepted.zero_()
     else:
-        p = sampling.distribution(processed, state.sampling_path, state.values)
+        p = distribution(processed, state.sampling_path, state.values)
         n, decided = verify(state, p, to_draw, draft_tokens, draft_probs)  # (B,), (B, K + 1)
     if records_logprobs:
         state.record_logprobs(logits, processed, decided, draft_probs)
@@ -340,7 +343,7 @@ def verify(
     rule = state.verification
     if isinstance(rule, str):
         # Deciding about whole blocks gains nothing where tokens are the likeliest ones.
-        block = rule == "block" and state.sampling_path != sampling.GREEDY
+        block = rule == "block" and state.sampling_path != GREEDY
         n, token = accept(draft_tokens, draft_probs, p, noise=noise, block=block)  # (B,), (B,)
         overlap = torch.minimum(p[:, :K], draft_probs).sum(dim=-1)  # (B, K) L, corollary 3.6
     else:

@@ -4,10 +4,11 @@ get alone.
     Engine          slots for requests: add_request, step, abort; warm_up, calibrate
 
 generate.decode is the same loop for one prompt and nothing else; read it first. `Engine.step` is
-this file's center: it runs the prompts that wait (prefill.py), plans one step for the requests that
-decode (planner.py), launches it, and reads what earlier steps decided (readback.py).
+this file's center: it runs the prompts that wait, plans one step for the requests that decode
+(planner.py), launches it, and reads what earlier steps decided (readback.py).
 speculative.decode_round is the step on the device. state.py has the tensors that it changes,
 scheduler.py the requests and slots, runner.py a model with its caches, meter.py all records.
+prefill.py and warmup.py hold what an engine does besides: prompts, and compiling.
 """
 
 import functools

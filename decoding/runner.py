@@ -1,10 +1,10 @@
 """A model with its caches: how a prompt runs, and how far a step attends.
 
-ModelRunner         a model and caches of B rows and S positions;  target_runner makes an engine's
-cache_class         what EngineOptions call a type of caches
-Rows                a range of slots as a batch
-slot_tensors        some positions of a slot in all caches, by name; copy_positions writes to them,
-                    and clear_positions clears a slot
+ModelRunner     a model and caches of B rows and S positions;  target_runner makes an engine's
+cache_class     what EngineOptions call a type of caches
+Rows            a range of slots as a batch
+slot_tensors    some positions of a slot in all caches, by name; copy_positions writes to them,
+                and clear_positions clears a slot
 """
 
 import copy
@@ -31,9 +31,10 @@ class ModelRunner:
     """A model with its own caches of B rows, or on `layers` of another's caches: the shapes in
     which prompts and steps run, an engine's and generate.decode's.
 
-    Texts have up to max_seq_length positions. The caches have S, at which a query's bits are those
-    of every other pass, and `slack` extra ones, a scratch area for parked rows that no query sees.
-    At least one is needed: a step over the full length of a cache would specialize and recompile.
+    Texts have up to max_seq_length positions. Queries see up to S: these, what a round may draft
+    past a text's end (slack - 1), and what rounds S up to a length at which all passes round alike.
+    The caches have S + slack: parked rows write behind S. `slack` is at least 1, because a step
+    over the full length of a cache would specialize and recompile.
     `compile`: are steps compiled? `compile_prompts`: is prefill? `cache_type`: see make_caches.
     """
 
@@ -75,7 +76,7 @@ class ModelRunner:
         num_full = (S - 1) // self.chunk * self.chunk
         padded_end = num_full + padded_length(S - num_full)
         self.S = round_up_length(padded_end, self.length_multiple)
-        num_rows = B if layers is None else 0
+        num_rows = B if layers is None else 0  # on other layers only key_pos is needed
         caches = model.make_caches(num_rows, self.S + slack, cache_type, self.S)
         if layers is not None:
             caches = caches._replace(layers=tuple(layers))
@@ -91,9 +92,8 @@ class ModelRunner:
         self, model: Transformer, on_layers: Sequence[int] | None = None, num_scratch: int = 0
     ) -> "ModelRunner":
         """A runner for a draft model, with its own caches or on the caches of some of this model's
-        layers. `num_scratch` is how far past the last decided token the draft writes: its own
-        caches get that many extra positions for live rows, and again that many of `slack` for
-        parked rows."""
+        layers. `num_scratch`: positions that its own caches need besides `slack`, for what the draft
+        writes past the last decided token of a live row or of a parked one."""
         layers = None if on_layers is None else [self.caches.layers[i] for i in on_layers]
         return ModelRunner(
             model,
@@ -142,9 +142,9 @@ class ModelRunner:
         """Run positions [begin, end) of prompts tokens (B, S) in chunks of `chunk`, by default of
         `self.chunk`; the hidden states (B, T, D) of the last chunk.
 
-        A chunk is padded on the right with the last token: a token of which the model makes NaN
-        would spoil the caches. Decoding overwrites the padding's keys and values before any query
-        sees them.
+        A chunk is padded on the right with its last token: of another one the model might make NaN,
+        which would spoil the caches. Decoding overwrites the padding's keys and values before any
+        query sees them.
         """
         chunk = chunk or self.chunk
         for first in range(begin, end, chunk):

@@ -86,8 +86,8 @@ class Request(RequestStatistics):
         return None if self.sampling.is_greedy else self.seed
 
     def fits(self, max_positions: float) -> bool:
-        """May its next token be drafted, by a drafter of at most so many positions, by what the
-        host has read?"""
+        """May a draft follow its text, of a drafter for texts of at most so many positions? The
+        text as far as the host has read it."""
         return self.may_draft and self.num_positions < max_positions
 
     @property

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import decoding.sampling as sampling
 from decoding.logits import apply_masks, penalize, process, top_logprobs
 from decoding.options import EngineOptions
 from decoding.sampling import (
@@ -25,6 +24,7 @@ from decoding.sampling import (
     PLAIN_DRAW,
     SETTINGS,
     common_path,
+    distribution,
     row_noise,
 )
 from tp import ALONE, Ranks
@@ -204,7 +204,7 @@ class State(nn.Module):
         processed logits (B, T, V), and the draft's q (B, T - 1, V)."""
         T = tokens.size(1)
         index = tokens.clamp(min=0)[..., None]  # (B, T, 1)
-        p = sampling.distribution(processed, self.sampling_path, self.values)  # (B, T, V)
+        p = distribution(processed, self.sampling_path, self.values)  # (B, T, V)
         self.top_logprobs[:, :T] = top_logprobs(logits, tokens, self.num_top_logprobs)
         self.token_probs.zero_()
         self.token_probs[:, :T, 0] = p.gather(2, index)[..., 0]

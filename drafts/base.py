@@ -18,10 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-import decoding.sampling as sampling
 from decoding.errors import UserError
 from decoding.memory import Memories
-from decoding.sampling import DRAFT_DRAW, draw
+from decoding.sampling import DRAFT_DRAW, distribution, draw
 from model import Caches, Config, Transformer, row_view
 
 
@@ -219,7 +218,7 @@ class ModelDraft(Drafter):
         # All T draws see the tokens before the first of them: PARD draws them at once.
         last = (pos[:, :1] - 1).expand_as(pos)
         logits = state.process_draft_logits(logits, last)
-        q = sampling.distribution(logits, state.sampling_path, state.values)
+        q = distribution(logits, state.sampling_path, state.values)
         noise = state.noise(pos, DRAFT_DRAW)  # (B, T)
         token = draw(q, noise, state.sampling_path)
         token = state.broadcast(token.clamp(min=0))
