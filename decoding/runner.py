@@ -92,8 +92,8 @@ class ModelRunner:
         self, model: Transformer, on_layers: Sequence[int] | None = None, num_scratch: int = 0
     ) -> "ModelRunner":
         """A runner for a draft model, with its own caches or on the caches of some of this model's
-        layers. `num_scratch`: positions that its own caches need besides `slack`, for what the draft
-        writes past the last decided token of a live row or of a parked one."""
+        layers. `num_scratch`: positions that its own caches need besides `slack`, for what the
+        draft writes past the last decided token of a live row or of a parked one."""
         layers = None if on_layers is None else [self.caches.layers[i] for i in on_layers]
         return ModelRunner(
             model,
