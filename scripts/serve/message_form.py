@@ -12,13 +12,13 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from decoding.grammar import Grammar, JsonGrammars, grammar_error
 from loading.tokenizer import Tokenizer
 from scripts.serve.message_parser import MessageParser
-from scripts.serve.openai_form import Refusal, TextRequest
+from scripts.serve.openai_form import Refusal, TextRequest, Tool
 from scripts.serve.tool_calls import CALL_FORMATS, THOUGHTS, answer_grammar, calls_rule, json_rule
 
 PROMPT_END = 16  # tokens, in which a template may begin thoughts
@@ -61,6 +61,11 @@ class CheckedGrammars(JsonGrammars):
         return super().from_source(source)
 
 
+def schemas_by_name(tools: Iterable[Tool]) -> dict[str, dict]:
+    """The schemas of functions' arguments."""
+    return {tool.function.name: tool.function.schema for tool in tools}
+
+
 class MessageForm:
     """Refusal for tools whose calls could not be read. `visible`: special tokens that are part of
     the answers' text, because marks hold them."""
@@ -96,7 +101,8 @@ class MessageForm:
         """A parser of one answer."""
         max_calls = math.inf if self.request.parallel_tool_calls else 1
         is_forced = bool(self.request.forced_tools)
-        return MessageParser(self.marks, self.is_thinking, max_calls, is_forced)
+        schemas = schemas_by_name(self.request.tools or ())
+        return MessageParser(self.marks, self.is_thinking, max_calls, is_forced, schemas)
 
     def grammar(self, grammars: JsonGrammars) -> Grammar:
         """The grammar of the calls that tool_choice forces, or of a response_format, in place of
@@ -112,7 +118,9 @@ class MessageForm:
             rules.append(json_rule(schema))
         specials = self.tokenizer.specials
         if tools:
-            schemas = {tool.function.name: tool.function.schema for tool in tools}
+            schemas = schemas_by_name(tools)
             rules.append(calls_rule(self.calls, schemas, request.is_parallel, specials))
-        source = answer_grammar(self.thoughts, " | ".join(rules), self.is_thinking, specials)
+        value_end = self.calls.value_end if tools else ""
+        rule = " | ".join(rules)
+        source = answer_grammar(self.thoughts, rule, self.is_thinking, specials, value_end)
         return grammars.compile_lark(source)

@@ -5,13 +5,14 @@ long as it may; if it becomes none, it is content, as the model wrote it. The me
 text alone and not on its pieces.
 """
 
+import json
 import math
 import re
 import uuid
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from scripts.serve.tool_calls import compile_marks
+from scripts.serve.tool_calls import compile_marks, parameter_types, value_json
 
 MARKS_ALONE = ("begin", "tail", "after")  # modes without text of their own
 JSON_TOKEN = re.compile(r'\\.?|["{}]', re.DOTALL)
@@ -23,7 +24,7 @@ class MessageParser:
     """The parser of one answer. `marks`: patterns and the modes that follow them, by mode; without
     them all text is content. is_thinking: the prompt has begun the thoughts; max_calls: further
     calls are dropped; is_forced: a grammar lets the answer be calls alone, so that what looks like
-    content is a part of one that a limit cut off."""
+    content is a part of one that a limit cut off. `schemas`: of functions' arguments, by name."""
 
     def __init__(
         self,
@@ -31,8 +32,10 @@ class MessageParser:
         is_thinking: bool = False,
         max_calls: float = math.inf,
         is_forced: bool = False,
+        schemas: Mapping[str, object] = MappingProxyType({}),
     ):
         self.marks = marks
+        self.schemas = schemas
         self.is_forced = is_forced
         self.mode = "reasoning_content" if is_thinking else "begin"
         self.max_calls = max_calls
@@ -44,6 +47,10 @@ class MessageParser:
         self.depth = 0  # braces that are open
         self.is_string = False  # does the text end inside a string?
         self.escape = ""  # the backslash that it ends with
+        self.schema: object = None  # of all of them
+        self.separator = ""  # what comes before the next parameter
+        self.types: list = []  # of the last parameter
+        self.value: list[str] = []  # its text, unless it must be a string
         self.deltas: list[dict] = []
 
     def feed(self, texts: Iterable[str], is_last: bool = False) -> list[dict]:
@@ -85,11 +92,26 @@ class MessageParser:
         if match is None or match.lastgroup is None:
             return False
         self.strips = True
-        self.mode = match.lastgroup.rpartition("_")[0]
-        if self.mode == "arguments":
-            self.add_call(match[match.lastindex + 1])
-        self.take(len(match[0]) - (self.mode == "arguments"))
+        is_head = self.set_mode(
+            match.lastgroup.rpartition("_")[0], (*match.groups(), "")[match.lastindex]
+        )
+        self.take(len(match[0]) - is_head)
         return True
+
+    def set_mode(self, mode: str, name: str) -> bool:
+        """After a mark, which may have the name of a function or of a parameter. Is it the head of
+        a call?"""
+        is_head = mode in ("arguments", "parameters") and self.mode != "value"
+        if is_head:
+            self.add_call(name)
+        elif mode == "value":
+            self.begin_value(name)
+        elif self.mode == "value":
+            self.end_value()
+        elif self.mode == "parameters":
+            self.add_arguments("{}" if self.separator == "{" else "}")
+        self.mode = mode
+        return is_head
 
     def last_delta(self, key: str, empty: object) -> dict:
         """The last delta if it has this key, or else a new one."""
@@ -98,7 +120,10 @@ class MessageParser:
         return self.deltas[-1]
 
     def add_text(self, text: str) -> None:
-        if self.is_forced and self.mode == "content":
+        if self.mode == "value":
+            self.add_value(text)
+            return
+        if self.mode == "parameters" or (self.is_forced and self.mode == "content"):
             return
         if self.strips:
             text = text.lstrip()
@@ -107,6 +132,8 @@ class MessageParser:
             self.last_delta(self.mode, "")[self.mode] += text
 
     def add_call(self, name: str) -> None:
+        self.schema = self.schemas.get(name)
+        self.separator = "{"
         self.num_calls += 1
         call = {
             "index": self.num_calls - 1,
@@ -124,10 +151,32 @@ class MessageParser:
         if end is not None:
             self.mode = "tail"
             self.strips = True
-        if self.num_calls <= self.max_calls:
+        self.add_arguments(text)
+
+    def add_arguments(self, text: str) -> None:
+        if text and self.num_calls <= self.max_calls:
             more = {"index": self.num_calls - 1, "function": {"arguments": ""}}
             (call,) = self.last_delta("tool_calls", [more])["tool_calls"]
             call["function"]["arguments"] += text
+
+    def begin_value(self, key: str) -> None:
+        self.types = parameter_types(self.schema, key)
+        self.value = []
+        quote = '"' if self.types == ["string"] else ""
+        self.add_arguments(f"{self.separator}{json.dumps(key, ensure_ascii=False)}: {quote}")
+        self.separator = ", "
+
+    def add_value(self, text: str) -> None:
+        """Add to the last parameter's value: at once if it must be a string, else when it is
+        complete."""
+        if self.types == ["string"]:
+            self.add_arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+        else:
+            self.value.append(text)
+
+    def end_value(self) -> None:
+        is_string = self.types == ["string"]
+        self.add_arguments('"' if is_string else value_json("".join(self.value), self.types))
 
     def arguments_end(self) -> int | None:
         """Where in the pending text the arguments' object ends; None: later. Every character is
