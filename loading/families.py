@@ -494,6 +494,25 @@ FAMILIES = {
         ),
         arch="granitemoe",
     ),
+    # Its names are transformers', without those of the older Granite MoE.
+    "granitemoe_swa": llama_like(
+        **GRANITE,
+        sliding_window=128,
+        sinks=True,
+        sliding="three of four",
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        router_norm=True,
+        own_fields=lambda hf, head_dim: {"shared_dim": hf.count("shared_intermediate_size")},
+        names={
+            "ffn.router": "block_sparse_moe.router",
+            "ffn.shared.gate_up": "shared_mlp.input_linear",
+            "ffn.shared.down": "shared_mlp.output_linear",
+        },
+        merged_experts=MergedExperts(
+            "block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"
+        ),
+    ),
     "granite_swa": llama_like(
         **GRANITE,
         num_key_value_heads=4,

@@ -95,7 +95,15 @@ def rotates(hf: dict, layer: int) -> bool:
     )
 
 
-LISTED_WINDOWS = ("granite_swa", "mellum", "cwm", "ministral", "gemma3_text", "exaone_moe")
+LISTED_WINDOWS = (
+    "granite_swa",
+    "granitemoe_swa",
+    "mellum",
+    "cwm",
+    "ministral",
+    "gemma3_text",
+    "exaone_moe",
+)
 
 
 def window_of(hf: dict, layer: int) -> int | None:
@@ -153,6 +161,7 @@ def experts(hf: dict, w: dict, p: str, h: torch.Tensor) -> torch.Tensor | None:
     routers = {
         f"{p}block_sparse_moe.gate": "mixtral",
         f"{p}block_sparse_moe.router.layer": "granitemoe",
+        f"{p}block_sparse_moe.router": "granitemoe",
         f"{p}mlp.router": "gpt_oss",
         f"{p}mlp.gate": "qwen",
         f"{p}mlp.gate.wg": "hunyuan",
@@ -182,8 +191,9 @@ def experts(hf: dict, w: dict, p: str, h: torch.Tensor) -> torch.Tensor | None:
             merged = [
                 w.get(f"{p}block_sparse_moe.{side}put_linear.weight") for side in ("in", "out")
             ]
-            if merged[0] is None:  # as transformers 5 saves Qwen3-VL-MoE
-                merged = [w.get(f"{p}mlp.experts.{part}_proj") for part in ("gate_up", "down")]
+            if merged[0] is None:  # as transformers 5 saves Qwen3-VL-MoE and Granite MoE SWA
+                room = f"{p}{'block_sparse_moe' if kind == 'granitemoe' else 'mlp'}.experts"
+                merged = [w.get(f"{room}.{part}_proj") for part in ("gate_up", "down")]
             if merged[0] is not None:
                 gate, up = (merged[0][number] @ x).chunk(2)
                 y += shares[number] * (merged[1][number] @ swiglu(gate, up))
@@ -200,6 +210,9 @@ def experts(hf: dict, w: dict, p: str, h: torch.Tensor) -> torch.Tensor | None:
                     w[f"{p}mlp.{room}.{matrix}_proj.weight"] for matrix in ("gate", "up", "down")
                 )
                 y += down @ swiglu(gate @ x, up @ x)
+        if f"{p}shared_mlp.input_linear.weight" in w:  # Granite
+            gate, up = (w[f"{p}shared_mlp.input_linear.weight"] @ x).chunk(2)
+            y += w[f"{p}shared_mlp.output_linear.weight"] @ swiglu(gate, up)
         if f"{p}mlp.shared_expert_gate.weight" in w:
             gate, up, down = (
                 w[f"{p}mlp.shared_expert.{matrix}_proj.weight"] for matrix in ("gate", "up", "down")

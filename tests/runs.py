@@ -61,6 +61,7 @@ PUBLISHED = {  # every family of the table; the same name counts once
     "olmoe": "OLMoE",
     "granite-moe": "Granite MoE",
     "granite-swa": "Granite SWA",
+    "granite-moe-swa": "Granite MoE SWA",
     "mellum-2": "Mellum 2",
     "cwm": "CWM",
     "ministral-8b": "Ministral 8B",

@@ -43,6 +43,7 @@ SPARSE = [
     "qwen3-moe-mixed",
     "gpt-oss",
     "granite-moe",
+    "granite-moe-swa",
     "glm-4.5",
     "minimax-m2",
     "hy3",

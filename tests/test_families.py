@@ -403,13 +403,16 @@ def test_qwen3_vl_moe_as_published(size, folder_of, tmp_path):
         assert torch.equal(got, again)
 
 
-def test_layers_without_rope_of_granite_swa():
+def test_layers_without_rope_and_shared_experts_of_granite_swa():
     hf = {**BASE, **FAMILIES["granite-swa"]}
     config = config_from_hf(hf)
     assert config.rope_types == (None, 0, 0) and config.rope_theta == 10000.0
     assert config.windows == (None, 9, 9)  # without layer_types too
     plain = config_from_hf({**hf, "layer_rope_theta": None})
     assert plain.rope_types == ()
+    moe = {**BASE, **FAMILIES["granite-moe-swa"]}
+    assert config_from_hf(moe).shared_dim == 64
+    assert config_from_hf({**moe, "shared_intermediate_size": 0}).shared_dim == 0
     for thetas in ([0, 10000.0, 5000.0], [0, 10000.0], ["x"] * 3):
         message = "layer_rope_theta = .* must be 10000.0 or 0 for each of 3 layers"
         with pytest.raises(ValueError, match=message):

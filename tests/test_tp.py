@@ -109,7 +109,7 @@ def joined(
     found = {}
     for source, parts in held.items():
         # fused as published: each rank has some of every part
-        if "qkv_proj" in source or "gate_up_proj" in source:
+        if any(name in source for name in ("qkv_proj", "gate_up_proj", "input_linear")):
             H, G, E = config.n_heads // world, max(1, config.n_kv_heads // world), config.head_dim
             sizes = [H * E, G * E, G * E] if "qkv_proj" in source else [len(parts[0]) // 2] * 2
             # of a KV head, where there are fewer than ranks
@@ -122,7 +122,8 @@ def joined(
                 ]
             )
             continue
-        by_inputs = any(name in source for name in ("o_proj", "down_proj", ".w2."))
+        columns = ("o_proj", "down_proj", ".w2.", "output_linear")
+        by_inputs = any(name in source for name in columns)
         routers = (".gate.", ".router.", "shared_expert_gate.", "correction_bias", "expert_bias")
         routes = any(name in source for name in routers)
         whole_everywhere = "norm" in source or routes or (by_inputs and parts[0].dim() == 1)
