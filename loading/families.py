@@ -879,6 +879,11 @@ FAMILIES = {
         hf_keys=gemma3_keys,
     ),
     "gemma3": Family(text_models=("gemma3_text",), prefixes=LANGUAGE_MODEL, unused=VISION_TOWER),
+    "exaone4_5": Family(
+        text_models=("exaone4", "exaone4_5_text"),
+        prefixes=LANGUAGE_MODEL,
+        unused=("model.visual.", "mtp."),
+    ),
     "mimo": llama_like(num_key_value_heads=32, **QWEN2, unused=("model.mtp_layers.",)),
     "mistral3": Family(
         text_models=("mistral", "ministral3"),
@@ -898,6 +903,8 @@ FAMILIES["hunyuan"] = FAMILIES["hunyuan_v1_moe"]._replace(
     },
     arch="",
 )
+# EXAONE 4.5's text model, by the name that it was published with.
+FAMILIES["exaone4_5_text"] = FAMILIES["exaone4"]._replace(arch="")
 
 
 def family_of(hf: Mapping) -> Family | None:

@@ -519,6 +519,13 @@ FAMILIES = {
         "head_dim": 32,
         **rope(5e6, mrope_section=[6, 5, 5], mrope_interleaved=True),
     },
+    "exaone-4.5": {
+        "model_type": "exaone4",
+        "num_hidden_layers": 5,
+        "sliding_window": 9,
+        "sliding_window_pattern": 4,
+        **LLAMA3_ROPE,
+    },
     "qwen3-vl-moe": {
         "model_type": "qwen3_vl_moe_text",
         "head_dim": 32,
@@ -540,6 +547,16 @@ WRAPPERS = {
     "qwen3-vl": {
         "model_type": "qwen3_vl",
         "vision_config": {**VISION, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
+    },
+    "exaone-4.5": {
+        "model_type": "exaone4_5",
+        "tie_word_embeddings": False,
+        "vision_config": {
+            **VISION,
+            "out_hidden_size": 64,
+            "num_key_value_heads": 1,
+            "fullatt_block_indexes": [0],
+        },
     },
     "qwen3-vl-moe": {
         "model_type": "qwen3_vl_moe",

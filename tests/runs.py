@@ -80,6 +80,7 @@ PUBLISHED = {  # every family of the table; the same name counts once
     "gemma-3": "Gemma 3",
     "qwen2.5-vl": "Qwen2.5-VL and Qwen3-VL (text alone)",
     "qwen3-vl": None,
+    "exaone-4.5": "EXAONE 4.5 (text alone)",
     "qwen3-vl-moe": "Qwen3-VL-MoE (text alone)",
 }
 

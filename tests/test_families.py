@@ -468,6 +468,22 @@ def test_exaones_older_pattern_is_read():
     assert config.windows == (9, 9, 9, None, 9) and config.rope_types == (0, 0, 0, None, 0)
 
 
+def test_exaone_4_5_as_published(folder_of, tmp_path, capsys):
+    """Its text model had a type of its own, and an MTP head beside it."""
+    extra = {"mtp.fc.weight": torch.ones(64, 128)}
+    edited(
+        folder_of("exaone-4.5"),
+        tmp_path / "m",
+        lambda tensors: tensors | extra,
+        lambda hf: hf | {"text_config": hf["text_config"] | {"model_type": "exaone4_5_text"}},
+    )
+    model, tokens = load_model(tmp_path / "m", dtype=torch.float32), torch.arange(5, 45)[None]
+    assert "19 tensors are not the text model's" in capsys.readouterr().err
+    with torch.no_grad():
+        logits = oracle("exaone-4.5")(tokens).logits
+        assert (model(tokens, torch.arange(40)) - logits).abs().max() <= 1e-4
+
+
 @pytest.mark.parametrize("kind", ["su", "yarn"])
 def test_phi_3s_older_names_of_longrope(kind):
     hf = {**BASE, **FAMILIES["phi-4-mini"]}
