@@ -209,11 +209,18 @@ class ModelDraft(Drafter):
         state: nn.Module,
         h: Tensor,
         pos: Tensor,
-        bias: Tensor | float = 0.0,
     ) -> None:
         """Draw the tokens at pos (B, T) from hidden states h (B, T, D), and append them to the
-        proposal. `bias` (B, T, V) is added to their logits."""
-        logits = self.model.head(h) + bias  # (B, T, V)
+        proposal."""
+        self.draw_from(state, self.model.head(h), pos)
+
+    def draw_from(
+        self,
+        state: nn.Module,
+        logits: Tensor,
+        pos: Tensor,
+    ) -> None:
+        """The same from logits (B, T, V)."""
         logits = logits[..., : self.vocab]  # of the shorter vocabulary
         # All T draws see the tokens before the first of them: PARD draws them at once.
         last = (pos[:, :1] - 1).expand_as(pos)

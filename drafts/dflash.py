@@ -25,6 +25,7 @@ no drafted token, or with a Markov head on the one before it, which is drawn fir
 sampling applies unchanged.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -55,6 +56,7 @@ class DFlash(NamedTuple):
     has_anchor: bool = False  # the last decided token draws too
     markov_rank: int = 0  # of the Markov head; 0: there is none
     vocab_size: int = 0  # of the draft's head; 0: the target's
+    draft_topk: int = 0  # the Markov head chooses among as many best tokens; 0: among all
 
 
 class DFlashModel(HiddenStateModel):
@@ -176,9 +178,14 @@ class DFlashDraft(HiddenStateDraft, ParallelDraft):
         if not self.model.markov_head:
             self.draw(state, h, pos + 1 + steps[:K])
             return
+        logits = self.model.head(h)[..., : self.vocab]  # (B, K, V)
+        if self.model.dflash.draft_topk:
+            least = logits.topk(self.model.dflash.draft_topk).values[..., -1:]  # (B, K, 1)
+            logits = logits.masked_fill(logits < least, -math.inf)
         for i in range(K):
             before = state.tokens.gather(1, pos + i)  # (B, 1), as drawn
-            self.draw(state, h[:, i : i + 1], pos + i + 1, self.model.markov_head(before))
+            bias = self.model.markov_head(before)[..., : self.vocab]  # (B, 1, V)
+            self.draw_from(state, logits[:, i : i + 1] + bias, pos + i + 1)
 
 
 class DFlashSource(HiddenStateSource):
@@ -224,7 +231,11 @@ def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:
     if rank and hf.get("markov_head_type") != "vanilla":
         raise hf.refused("markov_head_type", "is not supported; supported: 'vanilla'")
     vocab_size = hf.size("draft_vocab_size", target.vocab_size)
-    return DFlash(block_size, mask, state_ids, has_anchor, rank or 0, vocab_size), config
+    topk = hf.get("dspark_draft_topk") and hf.size("dspark_draft_topk", max_size=vocab_size)
+    if topk and not rank:
+        raise hf.refused("dspark_draft_topk", "needs a Markov head, which markov_rank gives")
+    dflash = DFlash(block_size, mask, state_ids, has_anchor, rank or 0, vocab_size, topk or 0)
+    return dflash, config
 
 
 def speculators_layer(hf: Section) -> Section:

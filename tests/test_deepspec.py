@@ -97,7 +97,9 @@ class DSparkTwin(DFlashTwin):
         if self.hf["markov_rank"]:
             w1, w2 = (self.w[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
             before = [tokens[-1], *drafted[:-1]]
-            logits = logits + w1[before] @ w2.T
+            best = logits.topk(self.hf.get("dspark_draft_topk") or V).indices
+            others = torch.full_like(logits, -math.inf).scatter(-1, best, 0)
+            logits = logits + w1[before] @ w2.T + others
         return sampling.probs(logits)
 
 
@@ -113,13 +115,13 @@ def target(target_folder):
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("plain", [0, 34])
-@pytest.mark.parametrize("rank", [0, RANK])
-def test_dspark_is_its_twin(rank, plain, target, target_folder, tmp_path):
+@pytest.mark.parametrize("rank, topk", [(0, None), (RANK, None), (RANK, 1), (RANK, 9)])
+def test_dspark_is_its_twin(rank, topk, plain, target, target_folder, tmp_path):
     """Rounds of fewer tokens than the block has, ragged, after plain steps too."""
-    folder = dspark_folder(tmp_path / "draft", rank)
+    folder = dspark_folder(tmp_path / "draft", rank, dspark_draft_topk=topk)
     drafter = recorded(DFlashDraft)(load_draft_model(folder, target))
     worst, accepted = distance(target, drafter, DSparkTwin(folder, target_folder), folder, plain)
-    assert worst < 1e-5 and len(accepted) > 2
+    assert worst < 1e-5 and len(accepted) > (0 if topk else 2)
 
 
 @pytest.mark.one_in(4)
@@ -143,12 +145,17 @@ def test_every_position_of_a_block_draws(rank, target, target_folder, tmp_path):
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("broken", ["z-lab's first", "no bias", "bias of another token"])
+@pytest.mark.parametrize(
+    "broken", ["z-lab's first", "no bias", "bias of another token", "all tokens"]
+)
 def test_a_broken_dspark_is_caught(broken, target, target_folder, tmp_path, monkeypatch):
-    folder = dspark_folder(tmp_path / "draft")
+    topk = 9 if broken == "all tokens" else None
+    folder = dspark_folder(tmp_path / "draft", dspark_draft_topk=topk)
     model = load_draft_model(folder, target)
     drafter = recorded(DFlashDraft)(model)
-    if broken == "z-lab's first":
+    if topk:
+        model.dflash = model.dflash._replace(draft_topk=0)
+    elif broken == "z-lab's first":
         drafter.begin = 1
     elif broken == "no bias":
         model.markov_head = torch.nn.Sequential()
@@ -161,10 +168,11 @@ def test_a_broken_dspark_is_caught(broken, target, target_folder, tmp_path, monk
 # ------------------------------------------------------------------------------------------- laws
 
 
-def tiny_dspark(target: Transformer, rank: int = 3) -> DFlashModel:
+def tiny_dspark(target: Transformer, topk: int = 0) -> DFlashModel:
     fields = {"n_layers": 2, "windows": (None, None), "qk_norm": "heads", "tie_embeddings": False}
     config = Config(**{**vars(target.config), **fields})
-    model = DFlashModel(config, DFlash(4, target.config.vocab_size - 1, (1, 1), True, rank))
+    mask = target.config.vocab_size - 1
+    model = DFlashModel(config, DFlash(4, mask, (1, 1), True, 3, draft_topk=topk))
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -175,21 +183,23 @@ def tiny_dspark(target: Transformer, rank: int = 3) -> DFlashModel:
 class ForgetsTheDraw(DFlashDraft):
     """Draws with the Markov head, and says that it drew without it."""
 
-    def draw(self, state, h, pos, bias=0.0):
+    def draw_from(self, state, logits, pos):
         index = int(self.drawn)
-        super().draw(state, h, pos)
+        before = state.tokens.gather(1, pos - 1)  # (B, 1)
+        super().draw_from(state, logits - self.model.markov_head(before), pos)
         claimed = self.probs[:, index].clone()
         self.drawn.sub_(1)
-        super().draw(state, h, pos, bias)
+        super().draw_from(state, logits, pos)
         self.probs[:, index] = claimed
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("topk", [0, 2])
 @pytest.mark.parametrize("k", [3, *(pytest.param(k, marks=pytest.mark.attack) for k in (1, 4))])
-def test_sequences_have_the_targets_joint_law(k):
-    """q of a token depends on the one drawn before it."""
+def test_sequences_have_the_targets_joint_law(k, topk):
+    """q of a token depends on the one drawn before it, and may be 0 for most tokens."""
     model = tiny(3)
-    counts = sequences(model, DFlashDraft(tiny_dspark(model)), Sampling(1), k, runs=2)
+    counts = sequences(model, DFlashDraft(tiny_dspark(model, topk)), Sampling(1), k, runs=2)
     assert p_value(counts, joint_law(model, LONG_PROMPT, TAIL, Sampling(1))) > 1e-6
 
 
@@ -215,7 +225,7 @@ def test_greedy_text_is_plain_text():
 def test_compiled_rounds():
     target = tiny(5, vocab_size=61, n_layers=3, max_seq_length=96)
     want = rows_of(target, PROMPTS, max_new_tokens=40)
-    drafter = DFlashDraft(tiny_dspark(target))
+    drafter = DFlashDraft(tiny_dspark(target, topk=5))
     engine = Engine(target, 4, 96, drafter=drafter, speculate_k=3, compile=True)
     engine.warm_up("greedy")
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -338,6 +348,9 @@ def test_a_folder_is_a_drafter(quantize, target, tmp_path):
         ({"architectures": ["Gemma4DSparkModel"]}, "markov_rank = 5 makes it a DSpark draft"),
         ({"architectures": ["Qwen3DSparkModelV2"]}, "markov_rank = 5 makes it a DSpark draft"),
         ({"markov_head_type": None}, "markov_head_type = None"),
+        ({"dspark_draft_topk": V + 1}, "dspark_draft_topk = .* must be a whole number up to"),
+        ({"dspark_draft_topk": -1}, "dspark_draft_topk = -1 must be a positive number"),
+        ({**NO_HEAD, "dspark_draft_topk": 4}, "dspark_draft_topk = 4 needs a Markov head"),
         ({"markov_rank": "256"}, "markov_rank = '256' must be a positive number"),
         ({"markov_rank": 2.5}, "markov_rank = 2.5 must be a whole number"),
         ({"mask_token_id": V}, f"mask_token_id = {V}"),
