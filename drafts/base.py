@@ -23,6 +23,10 @@ from decoding.memory import Memories
 from decoding.sampling import DRAFT_DRAW, distribution, draw
 from model import Caches, Config, Transformer, row_view
 
+# Of the first token of trained drafts: a published EAGLE-3 head had 0.75, with the states of other
+# layers 0.04 (vllm-project/vllm#50170); the weakest of our own had 0.34 (benchmarks/NOTES.md).
+TRAINED_ACCEPTANCE = 0.3
+
 
 class Draft(NamedTuple):
     """Drafted tokens (B, K) of the positions after a row's last decided one, and the distributions
@@ -61,6 +65,8 @@ class Drafter(nn.Module):
     # own: the newest, which no cache holds yet, and those before it that this cache may lack after
     # a round. 0: it has no such cache, and needs no prompt.
     window = 0
+    # Acceptance of a round's first token below which something is wrong with a draft of this kind.
+    min_acceptance = 0.0
 
     def __init__(self, model: Transformer | None = None):
         super().__init__()
@@ -98,6 +104,10 @@ class Drafter(nn.Module):
     def passes(self, k: int) -> int:
         """How many passes its model makes to draft k tokens, for reports."""
         return k
+
+    def causes(self) -> list[str]:
+        """What may be wrong with this draft if hardly any token is accepted."""
+        return []
 
     def expect(self, requests: Sequence, unread: int) -> list[list[float] | None]:
         """Called before each step, on the host, for the scheduler.Requests of each memory. For each
@@ -152,6 +162,7 @@ class ModelDraft(Drafter):
         if on_layers is None:
             self.window = 2
             self.max_positions = model.config.max_seq_length
+            self.min_acceptance = TRAINED_ACCEPTANCE
 
     def setup(
         self,
@@ -178,6 +189,11 @@ class ModelDraft(Drafter):
             draw_next(caches, batch, num_inputs)
             num_inputs = 1  # the token just drawn
         return self.proposal(batch, plan.k)
+
+    def causes(self) -> list[str]:
+        if hasattr(self.model.embed, "ids"):
+            return ["The draft has another tokenizer, and drafts only the tokens that both have"]
+        return []
 
     def proposal(self, batch: nn.Module, k: int) -> Draft:
         """The first k tokens that were drawn, in rows where all lie within `max_positions`."""
@@ -335,6 +351,7 @@ class DraftSource:
     def __init__(self, origin, config: Config, options: LoadOptions):
         self.origin = origin
         self.options = options
+        self.target_config = config
         self.check(config)
 
     def check(self, config: Config) -> None:
@@ -343,3 +360,8 @@ class DraftSource:
     def load(self, target: Transformer, tokenizer) -> Drafter:
         """The drafter, not packed."""
         raise NotImplementedError
+
+    def variants(self) -> list[tuple[str, "DraftSource"]]:
+        """(settings, source) of each way to read its files that they leave open, and first of the
+        one that this source takes. []: they say it all."""
+        return []

@@ -33,11 +33,13 @@ from torch import Tensor, nn
 
 from drafts.base import ParallelDraft
 from drafts.hidden_states import (
+    STATES_KEY,
     HiddenStateDraft,
     HiddenStateModel,
     HiddenStateSource,
     check_target,
     layer_config,
+    neighbours,
     read_state_ids,
 )
 from drafts.vocabulary import read_token_id
@@ -63,8 +65,6 @@ class DFlashModel(HiddenStateModel):
     """Layers that attend to decided positions and to a block. Decided positions have keys and
     values of their context, a state made of the target's hidden states. Layers with a window are
     causal; others see all of the block."""
-
-    states_key = "dflash_config.target_layer_ids, which counts layers from 0"
 
     def __init__(self, config: Config, dflash: DFlash, has_embed: bool = False):
         """`has_embed`: with an embedding and a head of its own, as DeepSpec's have anyway."""
@@ -196,6 +196,9 @@ class DFlashSource(HiddenStateSource):
     def check(self, config: Config) -> None:
         self.dflash, self.config = dflash_of(self.origin.hf, config)
 
+    def choices(self) -> dict[str, list]:
+        return {STATES_KEY: neighbours(self.dflash.state_ids, self.target_config.n_layers)}
+
     def new_model(self) -> DFlashModel:
         return DFlashModel(self.config, self.dflash, True)
 
@@ -222,11 +225,7 @@ def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:
     section = hf if options.get("block_size") is None else options
     block_size = section.size("block_size", max_size=MAX_BLOCK)
     mask = read_token_id(options, "mask_token_id", target.vocab_size)
-    if layer is hf:
-        highest = target.n_layers - 2
-        state_ids = read_state_ids(options, "target_layer_ids", highest, are_outputs=True)
-    else:
-        state_ids = read_state_ids(hf, "aux_hidden_state_layer_ids", target.n_layers - 1)
+    state_ids = state_ids_of(hf, layer is not hf, options, target.n_layers)
     rank = hf.get("markov_rank") and hf.size("markov_rank")
     if rank and hf.get("markov_head_type") != "vanilla":
         raise hf.refused("markov_head_type", "is not supported; supported: 'vanilla'")
@@ -236,6 +235,16 @@ def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:
         raise hf.refused("dspark_draft_topk", "needs a Markov head, which markov_rank gives")
     dflash = DFlash(block_size, mask, state_ids, has_anchor, rank or 0, vocab_size, topk or 0)
     return dflash, config
+
+
+def state_ids_of(hf: Section, is_speculators: bool, options: Section, L: int) -> tuple[int, ...]:
+    """The states of a target of L layers that the draft reads: speculators' layout names them by
+    the layers that they enter, the others by those that they leave."""
+    if hf.get(STATES_KEY):
+        return read_state_ids(hf, STATES_KEY, L)
+    if is_speculators:
+        return read_state_ids(hf, "aux_hidden_state_layer_ids", L - 1)
+    return read_state_ids(options, "target_layer_ids", L - 2, are_outputs=True)
 
 
 def speculators_layer(hf: Section) -> Section:

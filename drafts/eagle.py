@@ -21,22 +21,23 @@ import torch
 from torch import Tensor, nn
 
 from drafts.hidden_states import (
+    STATES_KEY,
     HiddenStateSource,
     PairDraft,
     PairModel,
     check_target,
     layer_config,
+    neighbours,
     read_state_ids,
 )
 from loading.checkpoint import Checkpoint
 from loading.config import Section
 from model import Caches, Config, Linear, RMSNorm
 
-# Keys of config.json that name the target's layers. The first is our own, because the others count
-# inputs in one file and outputs in the next.
-STATES_KEY = "target_hidden_states"
+# Other programs' keys of config.json that name the target's layers.
 OUTER_KEYS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+OPEN_SWITCHES = ("norm_before_residual", "norm_output")  # no tensor tells how they were trained
 
 
 class Eagle(NamedTuple):
@@ -54,8 +55,6 @@ class Eagle(NamedTuple):
 class EagleModel(PairModel):
     """One block whose attention reads a token's embedding and a state (B, T, D), the target's or
     the draft's."""
-
-    states_key = f'"{STATES_KEY}": [...]'
 
     def __init__(
         self,
@@ -130,6 +129,16 @@ class EagleSource(HiddenStateSource):
         self.eagle = eagle_of(hf, config)
         self.layer = layer_config(Section(self.eagle.layer), Section(hf))
 
+    def choices(self) -> dict[str, list]:
+        L = self.target_config.n_layers
+        state_ids = neighbours(self.eagle.state_ids, L)
+        default = default_state_ids(L)
+        if len(default) == len(state_ids[0]) and default not in state_ids:
+            state_ids.append(default)
+        settings = settings_of(self.origin.hf)
+        silent = [key for key in OPEN_SWITCHES if settings.get(key) is None]
+        return {STATES_KEY: state_ids, **{key: [False, True] for key in silent}}
+
     def new_model(self) -> EagleModel:
         return EagleModel(self.layer, self.eagle, True)
 
@@ -148,14 +157,24 @@ def eagle_of(hf: dict, target: Config) -> Eagle:
         raise layer.refused("model_type", f"is not supported as an EAGLE-3 draft; {supported}")
     check_target(hf, {"target_hidden_size": target.dim})
     vocab_size = hf.size("draft_vocab_size", layer.size("vocab_size"))
-    # ModelOpt writes the other keys into eagle_config.
-    settings = Section(hf.get("eagle_config") or {})
-    settings |= {key: value for key, value in hf.items() if value is not None}
+    settings = settings_of(hf)
     if settings.get("use_aux_hidden_state") is False:
         raise settings.refused("use_aux_hidden_state", "is not supported; only true is")
     state_ids, assumption = state_ids_of(settings, target)
     switches = [settings.flag(key) for key in SWITCHES]
     return Eagle(dict(layer), vocab_size, state_ids, target.dim, *switches, assumption)
+
+
+def settings_of(hf: dict) -> Section:
+    """The keys of config.json. ModelOpt writes those of the draft into eagle_config."""
+    settings = Section(hf.get("eagle_config") or {})
+    settings |= {key: value for key, value in hf.items() if value is not None}
+    return settings
+
+
+def default_state_ids(L: int) -> list[int]:
+    """Those of a draft for a target of L layers whose config.json names none."""
+    return [2, L // 2, L - 3]
 
 
 def state_ids_of(settings: Section, target: Config) -> tuple[tuple[int, ...], str]:
@@ -167,14 +186,16 @@ def state_ids_of(settings: Section, target: Config) -> tuple[tuple[int, ...], st
     25454 and 32334, which measured the acceptance of published heads). vLLM always reads inputs.
     """
     L = target.n_layers
+    if settings.get(STATES_KEY):
+        return read_state_ids(settings, STATES_KEY, L), ""
     if settings.get("target_layer_ids"):
         return read_state_ids(settings, "target_layer_ids", L - 1, are_outputs=True), ""
-    keys = [key for key in (STATES_KEY, *OUTER_KEYS) if settings.get(key)]
+    keys = [key for key in OUTER_KEYS if settings.get(key)]
     if not keys:
-        return (2, L // 2, L - 3), "its config.json names no layers of the target"
+        return tuple(default_state_ids(L)), "its config.json names no layers of the target"
     key = keys[0]
     state_ids = read_state_ids(settings, key, L)
-    if key == STATES_KEY or state_ids[0] != 1:
+    if state_ids[0] != 1:
         return state_ids, ""
     assumption = f"{key} = {settings[key]} begins with 1"
     if target.family == "gpt_oss":

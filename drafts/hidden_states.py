@@ -16,6 +16,8 @@ HiddenStateSource   a published folder; layer_config, check_target, read_state_i
                     read its parts
 """
 
+import itertools
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,6 +36,13 @@ from loading.models import DTYPES, allocate, to_dtype
 from loading.weight_names import pieces
 from model import Caches, Config, Linear, Transformer
 from weights.walker import quantized_copy
+
+# The key of config.json that names states by the numbers above. It is our own, and goes before the
+# keys of other programs, which count inputs in one file and outputs in the next.
+STATES_KEY = "target_hidden_states"
+TRY_VARIANTS = (
+    'python -m scripts.compare --variants --a "FLAGS OF THIS RUN" tries other readings of its files'
+)
 
 
 class AuxHiddenStates(nn.Module):
@@ -78,7 +87,6 @@ class HiddenStateModel(Transformer):
     """
 
     state_ids: tuple[int, ...]
-    states_key: str  # of config.json, which names them
     fc: Linear
     # Modules that a Transformer does not have.
     OWN = ("fc", "hidden_norm", "input_norm", "markov_head")
@@ -94,7 +102,7 @@ class HiddenStateModel(Transformer):
         return (
             f"The draft reads hidden states {list(self.state_ids)} of the target, where 0 is"
             f" the embedding and i the output of the i-th layer; if it was trained on others, name"
-            f" them in its config.json as {self.states_key}"
+            f' them in its config.json as "{STATES_KEY}": [...]. {TRY_VARIANTS}'
         )
 
     def head(self, h: Tensor) -> Tensor:
@@ -180,6 +188,9 @@ class HiddenStateDraft(ModelDraft):
         states = self.record_hidden_states(state.pos.size(0), target)
         super().setup(state, k_max, target, maybe_compile)
         self.runner.caches = self.runner.caches._replace(aux_hidden_states=states)
+
+    def causes(self) -> list[str]:
+        return [self.model.advice]
 
     def record_hidden_states(self, B: int, target) -> dict[int, AuxHiddenStates]:
         """Make the target's ModelRunner record what the model reads, from now on."""
@@ -311,6 +322,12 @@ def read_state_ids(
     return tuple(i + are_outputs for i in ids)
 
 
+def neighbours(state_ids: tuple[int, ...], L: int) -> list[list[int]]:
+    """These states of a target of L layers, those before them and those after them."""
+    shifted = [[i + step for i in state_ids] for step in (0, -1, 1)]
+    return [ids for ids in shifted if min(ids) >= 0 and max(ids) <= L]
+
+
 def check_target_ids(target_ids: Tensor, V: int, path: Path) -> None:
     """UserError unless a draft's tokens (n,) stand for different ids of the target's V."""
     is_outside = (target_ids < 0) | (target_ids >= V)
@@ -350,6 +367,20 @@ class HiddenStateSource(DraftSource):
     that `load` fills."""
 
     draft_class: type[HiddenStateDraft]
+
+    def choices(self) -> dict[str, list]:
+        """The values of keys of config.json that the weights may have been trained with, and first
+        of each the one that is read."""
+        raise NotImplementedError
+
+    def variants(self) -> list[tuple[str, DraftSource]]:
+        choices = self.choices()
+        variants = []
+        for values in itertools.product(*choices.values()):
+            keys = dict(zip(choices, values))
+            source = type(self)(self.origin.with_keys(keys), self.target_config, self.options)
+            variants.append((json.dumps(keys)[1:-1], source))
+        return variants
 
     def new_model(self) -> HiddenStateModel:
         raise NotImplementedError

@@ -44,6 +44,8 @@ class HybridDraft(Drafter):
         self.max_k = min(first.max_k, second.max_k)
         self.max_positions = second.max_positions
         self.window = second.window
+        self.min_acceptance = second.min_acceptance
+        self.causes = second.causes
 
     def setup(self, *args) -> None:
         self.first.setup(*args)

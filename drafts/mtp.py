@@ -3,7 +3,7 @@ state before each token.
 
     Mtp         how a family's head is stored and fed;  HEADS  model_type -> Mtp
     MtpModel    pairs (token, state before it) -> logits
-    mtp_of      the Mtp of a target's family
+    mtp_of      the Mtp of a target's family;  switch_keys  of config.json
     MtpSource   a folder with a head, whose config.json head_of reads
 
 With t a token and h the state before it,
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from decoding.errors import UserError
 from drafts.hidden_states import (
+    TRY_VARIANTS,
     HiddenStateSource,
     PairDraft,
     PairModel,
@@ -47,6 +48,7 @@ OWN = ("enorm", "hnorm", "eh_proj", "norm")  # the modules beside the layer
 COPIES = ("embed_tokens.weight", "head.weight")  # how copies of the target's are called
 # Keys of config.json that declare heads, in transformers' two spellings and MiniMax's.
 COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
+SWITCHES = ("state_first", "reads_normed", "recycles_normed")  # of Mtp
 LAYER_TYPES = ("full_attention", "sliding_attention")
 MLP_TYPES = ("dense", "sparse")
 
@@ -98,12 +100,18 @@ def mtp_of(target: Config) -> Mtp:
     return HEADS.get(target.family, Mtp())
 
 
+def switch_keys(mtp: Mtp) -> dict[str, bool]:
+    """Our own keys of config.json, which say how a head is fed: scripts.distill_draft writes them,
+    and they go before HEADS."""
+    return {f"mtp_{name}": getattr(mtp, name) for name in SWITCHES}
+
+
 class MtpModel(PairModel):
     """A decoder layer whose input is made of a token's embedding and the state before it."""
 
     advice = (
         "The MTP head may belong to other weights than the target's, as after fine-tuning without"
-        " it, or read states at the other side of a norm"
+        f" it, or read states at the other side of a norm. {TRY_VARIANTS}"
     )
 
     def __init__(
@@ -180,6 +188,11 @@ class MtpModel(PairModel):
 class MtpDraft(PairDraft):
     """The drafter of an MtpModel."""
 
+    def __init__(self, model: MtpModel):
+        super().__init__(model)
+        # Heads that were trained with their models show 0.76 and more (vllm-project/vllm#48892).
+        self.min_acceptance = 0.5
+
 
 class MtpSource(HiddenStateSource):
     """A folder or a GGUF file with an MTP head."""
@@ -189,6 +202,9 @@ class MtpSource(HiddenStateSource):
     def check(self, config: Config) -> None:
         self.n_layers = config.n_layers
         self.mtp, self.config = head_of(self.origin, config)
+
+    def choices(self) -> dict[str, list]:
+        return {key: [value, not value] for key, value in switch_keys(self.mtp).items()}
 
     def new_model(self) -> MtpModel:
         return MtpModel(self.config, self.mtp, self.n_layers)
@@ -220,6 +236,14 @@ def head_of(checkpoint: Checkpoint, config: Config) -> tuple[Mtp, Config]:
             f"the MTP head is missing: there is no tensor {eh_proj}; mtp:DIR reads the head of"
             f" another folder"
         )
+    keys = switch_keys(mtp)
+    if config.family not in HEADS and not keys.keys() <= hf.keys():
+        raise UserError(
+            f"no MTP head of {config.family} is known, and config.json does not say how this one is"
+            f" fed; its keys {', '.join(keys)} would"
+        )
+    switches = {name: hf.flag(key) for name, key in zip(SWITCHES, keys) if hf.get(key) is not None}
+    mtp = mtp._replace(**switches)
     return mtp, head_config(hf, config, mtp)
 
 

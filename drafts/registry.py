@@ -196,6 +196,9 @@ class FolderSource(DraftSource):
         ranks_of(target).check_same(self.origin.fingerprints)
         return self.source.load(target, tokenizer)
 
+    def variants(self) -> list[tuple[str, DraftSource]]:
+        return self.source.variants()
+
 
 class HeadSource(FolderSource):
     """A folder or a GGUF file with an MTP head."""

@@ -67,6 +67,12 @@ class Checkpoint:
         """An opened checkpoint as it is; a path is opened."""
         return checkpoint if isinstance(checkpoint, cls) else cls(checkpoint)
 
+    def with_keys(self, keys: dict) -> "Checkpoint":
+        """The same files, read as if config.json had these keys."""
+        changed = Checkpoint(self.path, self.adapter)
+        changed.hf = self.hf | keys
+        return changed
+
     def __fspath__(self) -> str:
         return str(self.path)
 

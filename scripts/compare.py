@@ -10,6 +10,8 @@ r"""Compare two configurations of generate.py on the same prompts: their tokens,
     describe, top_gap                 the first token that differs, and how close a's two largest
                                       logits are there
     run, print_report                 the results as one JSON object, or as text
+    run_variants                      --variants: a alone, with its draft's files read in every way
+                                      that they leave open; draft_variants.py has the results
 
 Exit status 1 says that greedy tokens differ. Sampled tokens may differ, because a drafter promises
 only their distribution.
@@ -54,7 +56,9 @@ from loading.options import ModelOptions
 from loading.target import Target, load_target, pick_device
 from loading.tokenizer import Tokenizer
 from model import Transformer
+from scripts import draft_variants
 from scripts.perplexity import check_same_tokens
+from weights.walker import pack_model
 
 WARM_UP_TOKENS = 8  # new tokens a prompt in each side's first batch, which does not count
 CONTEXT_TOKENS = 8  # tokens printed before a difference, and half as many after it
@@ -71,7 +75,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="FLAGS",
         help='flags of generate.py, such as "--temperature 0"',
     )
-    add("--b", required=True, metavar="FLAGS", help="the other configuration; ratios are b over a")
+    other = parser.add_mutually_exclusive_group(required=True)
+    other.add_argument("--b", metavar="FLAGS", help="the other configuration; ratios are b over a")
+    other.add_argument(
+        "--variants",
+        action="store_true",
+        help="say with which settings the weights of a's EAGLE-3, DFlash or MTP draft were trained",
+    )
     source = parser.add_mutually_exclusive_group()
     FLAGS["prompt"].add_to(source)
     FLAGS["prompt_file"].add_to(source)
@@ -175,6 +185,7 @@ def load_sides(a: Options, b: Options, prompts: list[Prompt]) -> tuple[Side, Sid
     targets: dict[ModelOptions, tuple[Transformer, Tokenizer]] = {}
     sides = []
     for options in (a, b):
+        print_sampling(options)
         target = Target(options.model)
         draft = draft_source(options.draft, target, progress=True)
         if options.model not in targets:  # a model with the same options is loaded once
@@ -199,7 +210,6 @@ def load_side(parts: Parts, prompts: list[Prompt], limit: int, num_threads: int)
     """A warmed-up engine, as generate.py makes it for these prompts, in a context of `limit`
     positions."""
     options, model, tokenizer, drafter = parts
-    print_sampling(options)
     max_length = options.run.max_seq_length
     rows, errors = encode_all(prompts, options, tokenizer, model, limit)
     if errors:
@@ -306,9 +316,7 @@ def run(args: argparse.Namespace) -> dict:
     """Load, decode, compare: the object that --json prints."""
     options_a = side_options("a", args.a, args.prompts.file)
     options_b = side_options("b", args.b, args.prompts.file)
-    prompts, errors = read_prompts(args.prompts)
-    if errors:
-        raise UserError(errors[0])
+    prompts = prompts_of(args)
     options_a, options_b = share_random_seeds(options_a, options_b)
     a, b = load_sides(options_a, options_b, prompts)
     greedy = all(row.sampling.is_greedy for row in a.rows + b.rows)
@@ -326,6 +334,36 @@ def run(args: argparse.Namespace) -> dict:
         **totals(rates),
         "speculative": [speculative(side.llm.engine, side.total()) for side in (a, b)],
     }
+
+
+def prompts_of(args: argparse.Namespace) -> list[Prompt]:
+    prompts, errors = read_prompts(args.prompts)
+    if errors:
+        raise UserError(errors[0])
+    return prompts
+
+
+def run_variants(args: argparse.Namespace) -> dict:
+    """Decode with every variant of the draft: the object that --json prints."""
+    options = with_chosen_seed(side_options("a", args.a, args.prompts.file))
+    prompts = prompts_of(args)
+    target = Target(options.model)
+    variants = draft_source(options.draft, target, progress=True).variants()
+    draft_variants.check(variants, options.engine.speculate_k)
+    print_sampling(options)
+    model, tokenizer = load_target(target, pick_device(options.model.device), progress=True)
+    pack_model(model)
+    limit = context_limit(options, model.config)
+    num_threads = min(torch.get_num_threads(), cpu_share())
+    results = []
+    for settings, source in variants:
+        drafter = source.load(model, tokenizer)
+        pack_model(drafter.model)
+        parts = Parts(options, model, tokenizer, drafter)
+        side = load_side(parts, prompts, limit, num_threads)
+        side.decode(side.rows)
+        results.append(draft_variants.result_of(settings, side.total()))
+    return draft_variants.judged(results)
 
 
 def totals(rates: list[tuple[float, float]]) -> dict:
@@ -395,12 +433,14 @@ def token_text(difference: dict, side: str) -> str:
 def main() -> None:
     with exit_on_error():
         args = parse_args()
-        result = run(args)
+        result = run_variants(args) if args.variants else run(args)
         if args.json:
             print(json.dumps(result))
+        elif args.variants:
+            draft_variants.print_table(result)
         else:
             print_report(result)
-    sys.exit(1 if result["judged"] and result["different"] else 0)
+    sys.exit(1 if result.get("judged") and result["different"] else 0)
 
 
 if __name__ == "__main__":

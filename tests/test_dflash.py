@@ -18,7 +18,6 @@ from test_drafts import (
     PROMPTS,
     D,
     V,
-    assert_chance_is_said_once,
     distance,
     load_draft_model,
     neighbours_first,
@@ -510,12 +509,6 @@ def test_the_command_line_drafts_with_it(options, text_folder, tmp_path, capsys)
 
 
 OPTIONS = PUBLISHED["dflash_config"]
-
-
-def test_acceptance_near_chance_is_said_once(target, tmp_path, capsys):
-    folder = written(tmp_path / "draft", PUBLISHED, dflash_tensors(2, 2))
-    drafter = load_drafter(folder, target, None, pack=False)
-    assert_chance_is_said_once(drafter, target, capsys, "hidden states [1, 2]", "target_layer_ids")
 
 
 @pytest.mark.parametrize(

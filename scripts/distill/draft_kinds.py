@@ -30,7 +30,7 @@ from drafts.base import Drafter, ModelDraft
 from drafts.dflash import DFlashDraft, DFlashModel, dflash_of
 from drafts.eagle import EagleDraft, EagleModel, eagle_of
 from drafts.hidden_states import AuxHiddenStates, PairModel
-from drafts.mtp import COUNTS, OWN, MtpDraft, MtpModel, head_config, mtp_of
+from drafts.mtp import COUNTS, OWN, MtpDraft, MtpModel, head_config, mtp_of, switch_keys
 from drafts.pard import PardDraft
 from loading.config import Section, config_from_hf
 from loading.files import save_tensors, write_atomically
@@ -441,6 +441,7 @@ class MtpHead(PairKind, TargetHead):
                 f"--kind mtp: a head for {target.family} has no norm of its own after its layer,"
                 " and such heads cannot be trained"
             )
+        self.hf |= switch_keys(self.mtp)
         self.config = head_config(Section(self.hf), target, self.mtp)
         self.aux_layer_ids = (target.n_layers,)
 
