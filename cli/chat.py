@@ -17,7 +17,7 @@ from cli.draft_marks import draft_marks, print_legend
 from cli.exits import print_status
 from cli.options import Options
 from cli.prompts import Prompt, Row, parse_lines, template_kwargs
-from cli.report import RowStatistics, decided, rate
+from cli.report import RowStatistics, decided, low_acceptance, rate
 from cli.running import run_interruptibly
 from cli.word_wrap import WordWrap
 from decoding.errors import UserError
@@ -270,6 +270,8 @@ def answer_message(
         for _ in run_interruptibly(llm, [answer]):
             answer.check()
             print_status(f"[{status_line(answer)}]")
+            for line in low_acceptance(llm.engine):
+                print_status(line)
     finally:
         conversation.add(text, answer.text)
 

@@ -28,6 +28,8 @@ ACCEPTED = "accepted"
 CORRECTED = "corrected"
 BONUS = "bonus"
 
+MIN_ROUNDS = 48  # before a draft is judged by its acceptance
+
 
 def weight_bytes(model: Transformer, rows: int = 1) -> int:
     """Bytes of weights that a step of `rows` rows reads: all, except the embedding table (a tied
@@ -297,6 +299,28 @@ def outgrown(timing: Timing, limit: float) -> list[str]:
     return [f"  the draft's context ends at {limit} positions; texts decode plainly beyond it"]
 
 
+def low_acceptance(engine: Engine) -> list[str]:
+    """Once for an engine, lines about a draft whose first tokens are accepted far less often than
+    is usual for its kind: what may be wrong."""
+    meter = engine.meter
+    drafter = engine.drafter
+    if meter.has_warned or meter.num_rounds < MIN_ROUNDS:
+        return []
+    mean = meter.total_overlap / meter.num_rounds
+    if mean >= drafter.min_acceptance:
+        return []
+    meter.has_warned = True
+    causes = drafter.causes()
+    if quantized_linears(engine.model):
+        causes.append(
+            "The target is quantized, and the draft may have learned from its full weights"
+        )
+    causes.append("The text may be unlike those that the draft learned from")
+    line = f"the first drafted token was accepted with probability {mean:.2f} in {meter.num_rounds}"
+    line += f" rounds, and such drafts have {drafter.min_acceptance} or more. What may be wrong:"
+    return [line, *[f"  {cause}" for cause in causes]]
+
+
 def report(timings: Sequence[Timing], engine: Engine) -> None:
     """Print rates on stderr, medians over batches with min and max, then speculation."""
     total = Timing([request for timing in timings for request in timing.requests])
@@ -307,5 +331,6 @@ def report(timings: Sequence[Timing], engine: Engine) -> None:
     if stepped and engine.drafter is not None:
         lines += summary(speculative(engine, total))
         lines += outgrown(total, engine.drafter.max_positions)
+        lines += low_acceptance(engine)
     lines.append(f"peak memory {peak_memory_gb(engine.runner.device):.2f} GB")
     print(*lines, sep="\n", file=sys.stderr)

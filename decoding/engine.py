@@ -110,9 +110,7 @@ class Engine:
         self.scheduler = Scheduler(batch_size, self.runner.cache_type.keeps_prefixes)
         self.requests: dict[int, Request] = {}  # by id, until they end
         self.readback = Readback(device, ranks.timeout_s)
-        draft_model = None if drafter is None else drafter.model
-        advice = getattr(draft_model, "advice", None)
-        self.meter = Meter(drafter is not None or max_k > 0, advice)
+        self.meter = Meter(drafter is not None or max_k > 0)
 
     # ------------------------------------------------------------------------------------ requests
 

@@ -1,13 +1,12 @@
 """What is measured and learned of a step, once the host has read what it decided.
 
     Meter       makes the records of steps and tokens, tells each memory how drafting went, and
-                warns once of a draft whose first tokens are accepted no more often than by chance
+                counts how often the first token of a model's draft is accepted
 
 No step waits for this file. What the next steps do follows from it only through a memory's
 DraftLength and Gains, which choose what is drafted.
 """
 
-import sys
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,11 +16,6 @@ from decoding.memory import MemoryPlan
 from decoding.readback import StepResult, seconds_between, step_times
 from decoding.scheduler import Request
 from decoding.statistics import StepRecord
-
-MIN_ROUNDS = 48  # before a draft is judged by its acceptance
-# A head that reads a neighbouring layer's states has an acceptance of about 0.1, with the right
-# ones 0.45 (vllm-project/vllm#43671).
-CHANCE = 0.1
 
 
 class Decided(NamedTuple):
@@ -33,14 +27,13 @@ class Decided(NamedTuple):
 
 
 class Meter:
-    """The records of one engine's steps; of drafts only if it `runs_rounds`. `advice` says what may
-    be wrong with a draft of which hardly any token is accepted; None: say nothing."""
+    """The records of one engine's steps; of drafts only if it `runs_rounds`."""
 
-    def __init__(self, runs_rounds: bool, advice: str | None = None):
+    def __init__(self, runs_rounds: bool):
         self.runs_rounds = runs_rounds
-        self.advice = advice
         self.num_rounds = 0  # of rows that the drafter's model drafted for
         self.total_overlap = 0.0  # of their first tokens
+        self.has_warned = False  # of a low acceptance (cli/report.py)
         self.read_at = 0.0  # time.perf_counter of the last read
 
     def record(self, step, result: StepResult, decided: Sequence[Decided]) -> None:
@@ -107,18 +100,7 @@ class Meter:
         draft_length.drafted(len(drafted), len(decided))
         for row, num_tokens in drafted:
             overlaps = result.overlaps_of(row)
-            self.judge_draft(overlaps[0])
+            self.num_rounds += 1
+            self.total_overlap += overlaps[0]
             for overlap in overlaps[:num_tokens]:
                 draft_length.observe(overlap)
-
-    def judge_draft(self, overlap: float) -> None:
-        """Warn of a draft that seems to be wrong, by the overlap at a round's first token."""
-        self.num_rounds += 1
-        self.total_overlap += overlap
-        mean = self.total_overlap / self.num_rounds
-        if self.advice is not None and self.num_rounds == MIN_ROUNDS and not mean >= CHANCE:
-            print(
-                f"the first drafted token of {MIN_ROUNDS} rounds was accepted with probability"
-                f" {mean:.2f}, which is near chance. {self.advice}",
-                file=sys.stderr,
-            )

@@ -1,4 +1,4 @@
-"""scripts.compare --variants.
+"""scripts.compare --variants, and the report's lines about low acceptance.
 
 The oracle: heads that are constructed, so that they know the next tokens with one reading of their
 files and, with any other, nothing. Whatever their config.json says, that reading is named.
@@ -14,18 +14,21 @@ import torch
 from conftest import changed_family, config_json
 from test_dflash import dflash_folder
 from test_mtp import head_folder
-from test_speculative import tiny
+from test_speculative import rows_of, tiny
 
+from cli.report import low_acceptance
 from decoding.engine import Engine
 from decoding.errors import UserError
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
-from drafts.registry import check_draft
+from drafts.base import Drafter
+from drafts.registry import check_draft, load_drafter
 from loading.checkpoint import load_model
 from scripts import draft_variants
 from scripts.compare import main
 from scripts.distill.distill_draft import init_weights
 from scripts.distill.draft_kinds import KINDS
+from weights.walker import quantized_copy
 
 V, D, L, K = 8, 32, 6, 3
 PROMPTS = [[id] for id in range(V)]
@@ -293,3 +296,45 @@ def test_user_errors(monkeypatch, capsys, story_folder, arguments, message):
     arguments = [argument.format(story_folder) for argument in ["--a", "", *arguments]]
     status, out, err = run_main(monkeypatch, capsys, *arguments, "--variants")
     assert status == 2 and out == "" and f"error: {message}" in err
+
+
+# ------------------------------------------------------------------------------------------ report
+
+
+def engine_with(drafter, target, num_rounds: int, acceptance: float) -> SimpleNamespace:
+    meter = SimpleNamespace(
+        num_rounds=num_rounds, total_overlap=num_rounds * acceptance, has_warned=False
+    )
+    return SimpleNamespace(meter=meter, drafter=drafter, model=target)
+
+
+def test_the_report_names_causes_below_what_the_kind_shows(target, tmp_path):
+    """Once, after 48 rounds; an MTP head is to show more than an EAGLE-3 head."""
+    eagle = load_drafter(counting_eagle(target, tmp_path / "e"), target, None, pack=False)
+    head = load_drafter(counting_mtp(target, tmp_path / "m"), target, None, pack=False)
+    assert low_acceptance(engine_with(eagle, target, 47, 0.0)) == []
+    assert low_acceptance(engine_with(eagle, target, 48, 0.31)) == []
+    engine = engine_with(eagle, target, 48, 0.29)
+    first, states, text = low_acceptance(engine)
+    assert "probability 0.29 in 48 rounds, and such drafts have 0.3" in first
+    assert "hidden states [2, 3, 3]" in states and "scripts.compare --variants" in states
+    assert "unlike" in text and low_acceptance(engine) == []
+    assert low_acceptance(engine_with(head, target, 48, 0.51)) == []
+    assert "other weights" in low_acceptance(engine_with(head, target, 48, 0.31))[1]
+    quantized = quantized_copy(target, "int8")
+    assert "target is quantized" in low_acceptance(engine_with(head, quantized, 48, 0.31))[2]
+    assert low_acceptance(engine_with(Drafter(), target, 48, 0.0)) == []
+    assert low_acceptance(engine_with(None, target, 0, 0.0)) == []
+
+
+def test_a_right_head_is_not_accused(target, tmp_path):
+    """And one that reads its neighbours' states is, by engines."""
+    for states, is_accused in (([2, 3, 3], False), ([3, 4, 4], True)):
+        folder = counting_eagle(target, tmp_path / str(states[0]), target_hidden_states=states)
+        drafter = load_drafter(folder, target, None, pack=False)
+        engine = Engine(target, 1, 90, drafter=drafter, speculate_k=1)
+        rows_of(target, PROMPTS[:1], engine=engine, max_new_tokens=85)
+        if not is_accused:  # its rounds are fewer
+            rows_of(target, PROMPTS[:1], engine=engine, max_new_tokens=85)
+        assert engine.meter.num_rounds >= 48
+        assert bool(low_acceptance(engine)) == is_accused

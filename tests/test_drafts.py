@@ -924,32 +924,16 @@ def test_modelopts_switches_may_stand_in_eagle_config(target):
     assert eagle.norm_before_fc and not eagle.norm_before_residual and not eagle.norm_output
 
 
-def assert_chance_is_said_once(drafter, target, capsys, states: str, key: str) -> None:
-    """Of a random draft."""
-    engine = Engine(target, 1, 150, drafter=drafter, speculate_k=2)
-    rows_of(target, PROMPTS[:1], engine=engine, max_new_tokens=130)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "the first drafted token of 48 rounds" in line and "near chance" in line
-    assert states in line and key in line
-
-
-def test_a_guess_is_said_once_and_acceptance_near_chance_too(target, tmp_path, capsys):
+def test_a_guess_is_said_once(target, tmp_path, capsys):
     """A config.json that names no layers."""
     folder = eagle_folder("safeai", tmp_path / "eagle")
-    states, key = "hidden states [2, 1, 0]", "target_hidden_states"
     check_draft(folder, target.config)
     assert not capsys.readouterr().err
     drafter = load_drafter(folder, target, None, pack=False)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(str(folder)) and states in line and key in line
-    assert_chance_is_said_once(drafter, target, capsys, states, key)
-
-
-def test_a_good_draft_is_not_warned_of(target, tmp_path, capsys):
-    drafter = EagleDraft(load_draft_model(eagle_folder("switches", tmp_path / "eagle"), target))
-    meter = Engine(target, 1, 150, drafter=drafter, speculate_k=2).meter
-    for overlap in [1.0, 0.0, 0.0, 0.0] * 50:
-        meter.judge_draft(overlap)
+    assert line.startswith(str(folder)) and "hidden states [2, 1, 0]" in line
+    assert "target_hidden_states" in line
+    rows_of(target, PROMPTS[:1], drafter=drafter, speculate_k=2, max_new_tokens=130)
     assert not capsys.readouterr().err
 
 

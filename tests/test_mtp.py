@@ -19,7 +19,7 @@ import torch
 from conftest import changed_family, config_json
 from reference import logits, norm
 from safetensors.torch import load_file, save_file
-from test_drafts import assert_chance_is_said_once, distance, load_draft_model, recorded
+from test_drafts import distance, load_draft_model, recorded
 from test_gguf import write
 from test_speculative import rows_of
 
@@ -406,14 +406,6 @@ def test_specs_name_a_head_and_its_folder():
         DraftOptions(spec="ngram", quantize="int8")
     with pytest.raises(ValueError, match="the folder with the head is missing: mtp:DIR"):
         check_draft("mtp", None)
-
-
-def test_a_head_near_chance_is_said(folder_of, tmp_path, capsys):
-    folder = head_folder("mimo", folder_of("r1-distill-qwen"), tmp_path / "m")
-    target = load_model(folder, dtype=torch.float32)
-    drafter = load_drafter(f"mtp:{folder}", target, None, pack=False)
-    capsys.readouterr()
-    assert_chance_is_said_once(drafter, target, capsys, "The MTP head", "other weights")
 
 
 @pytest.fixture(scope="module")

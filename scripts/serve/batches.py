@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 
 from cli.errors import is_out_of_memory
-from cli.exits import print_error
+from cli.exits import print_error, print_status
 from cli.page import Token, logprob_pairs, token_of
-from cli.report import decided, rate, speculative
+from cli.report import decided, low_acceptance, rate, speculative
 from decoding.answers import Answer
 from decoding.errors import UserError
 from decoding.grammar import Grammar
@@ -267,6 +267,8 @@ class Decoder:
         try:
             for row in self.llm.step():
                 self.end(row)
+            for line in low_acceptance(self.engine):
+                print_status(line)
         except Exception as error:
             traceback.print_exc()
             self.count(self.llm.running.values(), "error")
