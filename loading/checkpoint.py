@@ -35,7 +35,7 @@ from loading.files import (
 )
 from loading.folder import open_folder, own_layouts
 from loading.models import allocate, check_shards, empty_model, load_weights
-from loading.plain_files import error_prefix, is_gguf, one_line, plain_file
+from loading.plain_files import error_prefix, is_gguf, plain_file
 from loading.quantization import QUICKDRAFT_CONFIG, choose_schemes
 from loading.stored import Source
 from model import Config, Transformer
@@ -266,7 +266,7 @@ def config_of(hf: dict, file: Path) -> Config:
         find_layouts(hf)  # refuses unsupported quantization
         return config_from_hf({**hf, "quantization_config": None})
     except UserError as error:
-        raise UserError(f"{file}: {one_line(error).removeprefix('config.json: ')}") from None
+        raise UserError(f"{file}: {str(error).removeprefix('config.json: ')}") from None
 
 
 def find_layouts(hf: dict):

@@ -18,12 +18,14 @@ from loading.families import (
     EXPERT_NAMES,
     FAMILIES,
     FIELDS,
+    LAYER_KEYS,
     NEUTRAL,
     SLIDING,
     SPARSE_KEYS,
     Family,
     family_of,
 )
+from loading.plain_files import one_line, short_repr
 from model import Config
 
 NEOX_KEYS = ("is_neox_style", "rope_is_neox_style")  # false: RoPE's pairs are neighbours
@@ -53,7 +55,8 @@ class Section(dict):
     prefix = ""  # stands before a key in messages: "rope_scaling."
 
     def refused(self, key: str, reason: str) -> UserError:
-        return UserError(f"config.json: {self.prefix}{key} = {self.get(key)!r} {reason}")
+        name = self.prefix + one_line(key)
+        return UserError(f"config.json: {name} = {short_repr(self.get(key))} {reason}")
 
     def read(self, key: str, kind: type, default: float | None = None) -> object:
         """A value of this kind: float, int or bool."""
@@ -102,7 +105,7 @@ class Section(dict):
         other_value = other.get(other_key)
         if None not in (value, other_value) and value != other_value:
             name = other.prefix + other_key
-            raise self.refused(key, f"and {name} = {other_value!r} disagree; keep one")
+            raise self.refused(key, f"and {name} = {short_repr(other_value)} disagree; keep one")
         return other_value if value is None else value
 
 
@@ -118,10 +121,8 @@ def config_from_hf(hf: dict) -> Config:
     hf = text_part(hf)
     family = family_of(hf)
     if family is None:
-        raise UserError(
-            f"config.json: model_type {hf.get('model_type')!r} is not supported; supported:"
-            f" {', '.join(FAMILIES)}"
-        )
+        supported = ", ".join(FAMILIES)
+        raise Section(hf).refused("model_type", f"is not supported; supported: {supported}")
     hf = Section({**family.defaults, **hf})
     n_layers = hf.size("num_hidden_layers", max_size=4096)
     check_supported(hf, family, n_layers)
@@ -238,14 +239,14 @@ def read_experts(hf: Section, defaults: Mapping[str, object], n_layers: int) -> 
     section = Section()
     for own_key, default in defaults.items():
         key = EXPERT_NAMES.get(own_key, own_key)
-        names = COUNT_NAMES.get(key, own_key).split()
-        for name in names:
+        for name in COUNT_NAMES.get(key, own_key).split():
             value = hf.get(name)
-            if isinstance(value, list) and not key.startswith("mlp_"):
+            if isinstance(value, list) and key not in LAYER_KEYS:
                 # Hunyuan's, one for each layer
-                hf[name] = hf.entries(name, n_layers, "layers", tuple(value[:1]))[0]
-            hf[names[0]] = hf.agreed(names[0], hf, name)
-        section[key] = default if hf.get(names[0]) is None else hf[names[0]]
+                value = hf.entries(name, n_layers, "layers", tuple(value[:1]))[0]
+            section[key] = section.agreed(key, Section({name: value}), name)
+        if section[key] is None:
+            section[key] = default
     return section
 
 
@@ -255,7 +256,7 @@ def sparse_layers(hf: Section, n_layers: int) -> tuple[bool, ...]:
         types = hf.entries("mlp_layer_types", n_layers, "layers", ("dense", "sparse"))
         return tuple(layer_type == "sparse" for layer_type in types)
     dense = hf.get("mlp_only_layers") or []
-    if not isinstance(dense, list):
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise hf.refused("mlp_only_layers", "must be null, or the numbers of layers")
     dense = {*dense, *range(hf.count("first_k_dense_replace"))}
     step = hf.size("decoder_sparse_step", 1)
@@ -269,11 +270,11 @@ def windows(hf: Section, family: Family, n_layers: int) -> tuple[int | None, ...
     """The sliding window of each layer. None: the layer attends to all tokens."""
     window = window_in_use(hf, family)
     if hf.get("layer_types") is not None:
-        window_by_type = {"full_attention": None, "sliding_attention": window}
-        if window is None:
-            del window_by_type["sliding_attention"]
-        elif family.sliding == "every":
-            del window_by_type["full_attention"]
+        window_by_type = {}
+        if window is None or family.sliding != "every":
+            window_by_type["full_attention"] = None
+        if window is not None:
+            window_by_type["sliding_attention"] = window
         unit = f"layers with sliding_window = {window}"
         layer_types = hf.entries("layer_types", n_layers, unit, tuple(window_by_type))
         return tuple(window_by_type[layer_type] for layer_type in layer_types)
@@ -285,7 +286,7 @@ def windows(hf: Section, family: Family, n_layers: int) -> tuple[int | None, ...
 
 def window_in_use(hf: Section, family: Family) -> int | None:
     """The size of sliding windows, None where no layer has one."""
-    if family.use_sliding_window == "decides":
+    if family.switches_windows:
         return hf.size("sliding_window") if hf.flag("use_sliding_window") else None
     if hf.get("sliding_window") is None:
         return None
@@ -307,7 +308,7 @@ def rope_types(
         rotates = hf.entries("layer_rope_theta", n_layers, "layers", (theta, 0))
     elif "no_rope_layers" in family.defaults:
         interval = hf.size("no_rope_layer_interval")
-        rotates = [(i + 1) % interval for i in range(n_layers)]
+        rotates = [(i + 1) % interval > 0 for i in range(n_layers)]
         if hf.get("no_rope_layers") is not None:
             rotates = hf.entries("no_rope_layers", n_layers, "layers", (1, 0))
     if rotates:
@@ -341,6 +342,8 @@ def rope_fields(hf: Section, family: Family, head_dim: int, max_length: int) -> 
     if rope_type == "dynamic":
         if "alpha" not in family.rope_keys or rope.get("alpha") is None:
             raise rope.refused("rope_type", "is supported only for Hunyuan, with alpha")
+        if head_dim < 4:
+            raise rope.refused("rope_type", f"needs a head_dim of 4 or more, not {head_dim}")
         stretched = theta * rope.number("alpha") ** (head_dim / (head_dim - 2))
         return fields | {"rope_type": "default", "rope_theta": stretched}
     rope_dim = rotated_dim(hf, rope, family, head_dim)
@@ -374,10 +377,11 @@ def stored_rope(hf: Section, family: Family) -> tuple[Section, Section]:
         raise hf.refused(name, "must be an object")
     local = Section({"rope_theta": hf.get("rope_local_base_freq")})
     if family.sliding_rope_type and "full_attention" in stored:
-        local.update(stored.get("sliding_attention") or {})
+        sliding = stored.get("sliding_attention") or {}
         stored = stored["full_attention"]
-        if not isinstance(stored, dict):
+        if not isinstance(stored, dict) or not isinstance(sliding, dict):
             raise hf.refused(name, "must hold objects")
+        local.update(sliding)
         if rope_type_of(local, family) != "default":
             raise hf.refused(name, "is refused: sliding_attention must have a theta and no scaling")
     rope = Section(stored)
@@ -403,8 +407,8 @@ def rope_type_of(rope: Section, family: Family) -> str:
     readable = {"rope_type", "type", "rope_theta", *family.rope_keys, *ROPE_KEYS[rope_type].split()}
     if rope_type != "yarn":
         readable.discard("llama_4_scaling_beta")
-    for key in sorted(stored_keys - readable):
-        raise rope.refused(key, f"is not supported with rope_type {rope_type!r}")
+    if unread := sorted(stored_keys - readable):
+        raise rope.refused(unread[0], f"is not supported with rope_type {rope_type!r}")
     return rope_type
 
 
@@ -463,6 +467,8 @@ def longrope_fields(rope: Section, rope_dim: int, max_length: int) -> dict:
     """LongRoPE (arXiv:2402.13753): every pair has one stretch for short texts and one for long
     texts."""
     original = rope.size("original_max_position_embeddings")
+    if original < 2:
+        raise rope.refused("original_max_position_embeddings", "must be at least 2")
     factor = rope.number("factor", max_length / original)
     default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return {

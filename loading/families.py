@@ -145,6 +145,9 @@ NEUTRAL = {key: values for values, keys in NEUTRAL_KEYS for key in keys.split()}
     if field.neutral is not None
 }
 
+# Keys in neither table that some families read.
+OTHER_KEYS = ("attention_bias", "max_window_layers", "no_rope_layers", "sliding_window_pattern")
+
 # --------------------------------------------------------------------------------------- families
 
 
@@ -177,9 +180,10 @@ class Family(NamedTuple):
     has_qkv_bias: str | bool = "attention_bias"
     has_out_bias: str | bool = "attention_bias"
     has_ffn_bias: str | bool = "mlp_bias"
-    # Windows. use_sliding_window "decides" whether layers slide, or must agree with sliding_window.
+    # Windows.
     sliding: str | None = None  # the layers that slide, a key of SLIDING; None: no layer ever does
-    use_sliding_window: str = "agrees"
+    # Does the key use_sliding_window turn them on? Otherwise it must agree with sliding_window.
+    switches_windows: bool = False
     # RoPE. The types are Config.rope_types'.
     rope_theta: float = 10000.0
     full_rope_type: int | None = 0  # of layers that attend to all tokens
@@ -206,7 +210,7 @@ class Family(NamedTuple):
 def llama_like(**differences: object) -> Family:
     """A family by its differences from Llama: fields of Family, the keys of config.json that it
     reads, with what transformers takes where a file leaves them out, and fields of model.Config
-    that are the same for all its models."""
+    that are the same for all its models. TypeError for a name that is none of these."""
     record = {}
     defaults = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
     experts = {}
@@ -218,8 +222,10 @@ def llama_like(**differences: object) -> Family:
             group = experts
         elif name in Config.__dataclass_fields__ and name not in FIELDS:
             group = fields
-        else:
+        elif name in FIELDS or name in NEUTRAL or name in OTHER_KEYS:
             group = defaults
+        else:
+            raise TypeError(f"{name} is in no table of keys")
         group[name] = value
     return Family(defaults, experts, fields, **record)
 
@@ -236,6 +242,7 @@ SLIDING = {
     "every": lambda i, hf: True,
     "even": lambda i, hf: i % 2 == 0,
     "listed": lambda i, hf: False,
+    "unless listed": lambda i, hf: True,
     "three of four": lambda i, hf: i % 4 > 0,
     "later": lambda i, hf: i >= hf.count("max_window_layers"),
     "early even": lambda i, hf: i % 2 == 0 and i < hf.count("max_window_layers"),
@@ -283,7 +290,7 @@ QWEN2 = {
     "has_out_bias": False,
     "attention_bias": None,  # MiMo's files have it, which transformers does not read
     "sliding": "later",
-    "use_sliding_window": "decides",
+    "switches_windows": True,
 }
 # In a text alone, the three positions of a token are equal, and MRoPE is RoPE.
 MROPE = ("mrope_section", "mrope_interleaved")
@@ -374,7 +381,7 @@ FAMILIES = {
         max_position_embeddings=32768,
         qk_norm="heads",
         sliding="later",
-        use_sliding_window="decides",
+        switches_windows=True,
         arch="qwen3",
     ),
     "mixtral": llama_like(
@@ -402,7 +409,7 @@ FAMILIES = {
         has_qkv_bias="qkv_bias",
         has_out_bias=False,
         sliding="early even",
-        use_sliding_window="decides",
+        switches_windows=True,
         num_experts=60,
         num_experts_per_tok=4,
         moe_intermediate_size=1408,
@@ -425,7 +432,7 @@ FAMILIES = {
         max_position_embeddings=32768,
         qk_norm="heads",
         sliding="every",
-        use_sliding_window="decides",
+        switches_windows=True,
         num_experts=128,
         num_experts_per_tok=8,
         moe_intermediate_size=768,
@@ -762,7 +769,7 @@ FAMILIES = {
         num_key_value_heads=8,
         sliding_window=4096,
         max_position_embeddings=131072,
-        sliding="later",  # than no layer: all slide that layer_types does not list as full
+        sliding="unless listed",
     ),
     "cwm": llama_like(
         num_key_value_heads=8,

@@ -127,7 +127,9 @@ def translated(values: Entries, tensors: Mapping[str, Blocks], family: Family) -
     missing, that would change the arithmetic, or that is unknown."""
     own_names = {EXPERT_NAMES.get(key, key): key for key in family.experts}
     hf_keys = {
-        field.gguf: own_names.get(key, key) for key, field in (FIELDS | EXPERT_FIELDS).items()
+        field.gguf: own_names.get(key, key)
+        for key, field in (FIELDS | EXPERT_FIELDS).items()
+        if field.gguf
     }
     supported_by_key = supported_keys(values, tensors, family, hf_keys)
     hf = {}

@@ -115,10 +115,11 @@ def error_prefix(prefix: object) -> Iterator[None]:
         raise UserError(f"{prefix}: {message}") from None
 
 
-def one_line(error: Exception) -> str:
-    """An error's message, or its class if it has none, on one line of up to 500 characters."""
-    text = "".join(char if char.isprintable() else " " for char in str(error)[:1000])
-    return " ".join(text.split())[:500] or type(error).__name__
+def one_line(text: object) -> str:
+    """An error's message, or its class if it has none, on one line of up to 500 characters. So is a
+    name of a file's."""
+    line = "".join(char if char.isprintable() else " " for char in str(text)[:1000])
+    return " ".join(line.split())[:500] or type(text).__name__
 
 
 def short_repr(value: object) -> str:

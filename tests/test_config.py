@@ -9,9 +9,11 @@ import pytest
 import torch
 from conftest import BASE, FAMILIES, config_json
 
+from decoding.errors import UserError
+from loading.checkpoint import read_config
 from loading.config import config_from_hf
 from loading.families import FAMILIES as MODEL_TYPES
-from loading.families import FIELDS, NEUTRAL
+from loading.families import FIELDS, NEUTRAL, llama_like
 from loading.models import empty_model
 from model import rope_frequencies
 
@@ -57,6 +59,7 @@ def test_v4_and_v5_spelling_agree(family, folder_of):
 
 
 LONG = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+LONGROPE = {"rope_type": "longrope", "factor": 2.0, **LONG}
 MROPE = {"mrope_section": [2, 3, 3]}
 FIRST_SPELLINGS = [  # (model_type, RoPE's object as first published)
     ("llama", {"type": "linear", "factor": 2.0}),
@@ -120,8 +123,8 @@ REFUSED = [  # (config, what the message must name)
     ),
     ({**QWEN, "use_sliding_window": True, "max_window_layers": -1}, "max_window_layers"),
     ({**QWEN, "use_sliding_window": "yes"}, "use_sliding_window = 'yes'"),
-    ({**LLAMA, "model_type": "gemma2"}, "model_type 'gemma2'"),
-    ({key: value for key, value in LLAMA.items() if key != "model_type"}, "model_type None"),
+    ({**LLAMA, "model_type": "gemma2"}, "model_type = 'gemma2'"),
+    ({key: value for key, value in LLAMA.items() if key != "model_type"}, "model_type = None"),
     *[
         ({**LLAMA, "rope_parameters": {"rope_theta": 1e4, **rope}}, name)
         for rope, name in [
@@ -208,6 +211,25 @@ REFUSED = [  # (config, what the message must name)
                 "must have a theta and no scaling",
             ),
             ("olmo3", {"rope_parameters": {"full_attention": [1]}}, "must hold objects"),
+            *[
+                (
+                    "olmo3",
+                    {"rope_parameters": {"full_attention": {}, "sliding_attention": value}},
+                    "must hold objects",
+                )
+                for value in (5, "abc")
+            ],
+            ("qwen2_moe", {"mlp_only_layers": [[1]]}, "mlp_only_layers = [[1]]"),
+            (
+                "phi3",
+                {"rope_parameters": {"original_max_position_embeddings": 1, **LONGROPE}},
+                "original_max_position_embeddings = 1 must be at least 2",
+            ),
+            (
+                "hunyuan_v1_dense",
+                {"head_dim": 2, "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0}},
+                "a head_dim of 4 or more, not 2",
+            ),
             ("seed_oss", {"attention_out_bias": "no"}, "attention_out_bias = 'no'"),
             ("ernie4_5", {"use_bias": "no"}, "use_bias = 'no'"),
             ("ernie4_5", {"mlp_bias": True}, "mlp_bias = True"),
@@ -290,6 +312,26 @@ def test_every_key_of_related_architectures_is_refused_by_name():
     for key in NEUTRAL:
         with pytest.raises(ValueError, match=rf"config\.json: {key} = 'odd' is not supported"):
             config_from_hf({**LLAMA, key: "odd"})
+
+
+def test_the_families_are_listed_to_the_last_whatever_the_value(tmp_path):
+    """A message is one line, of which a value or a key takes no more than a part."""
+    file = tmp_path / "config.json"
+    for model_type in ("nope", "nope\n" * 1000):
+        file.write_text(json.dumps({**LLAMA, "model_type": model_type}))
+        with pytest.raises(UserError, match=rf"{file}: model_type = 'nope.*") as error:
+            read_config(file)
+        assert str(error.value).endswith(f", {[*MODEL_TYPES][-1]}")
+        assert "\n" not in str(error.value)
+    rope = {"rope_type": "default", "odd\n" * 1000: [1] * 1000}
+    file.write_text(json.dumps({**LLAMA, "rope_parameters": rope}))
+    with pytest.raises(UserError, match=r"rope_parameters\.odd odd .*with rope_type 'default'$"):
+        read_config(file)
+
+
+def test_a_misspelt_key_of_a_record_is_an_error():
+    with pytest.raises(TypeError, match="max_windows_layers is in no table"):
+        llama_like(max_windows_layers=28)
 
 
 def test_harmless_values_pass():

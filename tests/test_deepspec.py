@@ -359,7 +359,7 @@ def test_a_folder_is_a_drafter(quantize, target, tmp_path):
         ({"num_target_layers": 36}, "num_target_layers = 36 is of another target"),
         ({"vocab_size": 200}, "vocab_size = 200 is of another target"),
         ({"block_size": None}, "block_size is missing"),
-        ({"model_type": "gemma4_text"}, "model_type 'gemma4_text' is not supported"),
+        ({"model_type": "gemma4_text"}, "model_type = 'gemma4_text' is not supported"),
     ],
 )
 def test_a_config_that_cannot_be_honoured_is_refused(change, message, target, tmp_path):

@@ -78,7 +78,7 @@ FOLDERS = {  # what is done to a good folder; what the line must name
         lambda f: (f / "config.json").write_text("[" * 100_000),
         "config.json: not readable",
     ),
-    "architecture": (lambda f: edit_config(f, model_type="mamba"), "model_type 'mamba'"),
+    "architecture": (lambda f: edit_config(f, model_type="mamba"), "model_type = 'mamba'"),
     "rope type": (
         lambda f: edit_config(f, rope_parameters={"rope_type": "dynamic", "factor": 2}),
         "'dynamic'",

@@ -197,7 +197,7 @@ def test_muse_glimmer_is_transformers(fork, tmp_path):
 def test_without_the_diff_it_is_refused():
     from loading.config import config_from_hf
 
-    with pytest.raises(ValueError, match="model_type 'muse_glimmer_text' is not supported"):
+    with pytest.raises(ValueError, match="model_type = 'muse_glimmer_text' is not supported"):
         config_from_hf({"model_type": "muse_glimmer_text"})
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from decoding.errors import UserError
 from loading.families import family_of
 from loading.folder import Renamed
-from loading.plain_files import short_repr
+from loading.plain_files import one_line, short_repr
 from loading.quantized import floats
 from loading.quantized.floats import Fp8, Int8Rows, Table4
 from loading.quantized.layouts import Awq, Gptq, Layout, PackQuantized
@@ -53,7 +53,7 @@ class Layouts(NamedTuple):
         try:
             return self.read(self.override(self.settings, self.names(module)))
         except re.error as error:
-            pattern = f"{error.pattern!r} is no pattern of Python's re: {error}"
+            pattern = f"{short_repr(error.pattern)} is no pattern of Python's re: {error}"
             raise UserError(f"config.json: {ENTRY}: {pattern}") from None
 
     def names(self, module: str) -> list[str]:
@@ -80,7 +80,7 @@ def check(settings: dict, entry: str = ENTRY, **supported_by_key: tuple) -> None
 
 def unsupported(settings: dict, key: str, reason: str, entry: str = ENTRY) -> UserError:
     value = short_repr(settings.get(key))
-    return UserError(f"config.json: {entry}: {key} = {value} is not supported; {reason}")
+    return UserError(f"config.json: {entry}: {one_line(key)} = {value} is not supported; {reason}")
 
 
 def read_object(settings: dict, key: str) -> dict:
