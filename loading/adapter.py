@@ -24,10 +24,12 @@ from decoding.errors import UserError
 from loading.families import Family
 from loading.files import open_tensors, require_json, text_model_tensors
 from loading.models import empty_model, expected_tensors
+from loading.plain_files import error_prefix, short_repr
 from loading.stored import Stored
 from model import Config
 
 EMBEDDING = "model.embed_tokens.weight"
+MAX_ALPHA = 1e30  # float32 holds it
 # Keys of adapter_config.json -> the values that a plain LoRA has.
 PLAIN = {
     "peft_type": ("LORA",),
@@ -64,6 +66,11 @@ def merge_adapter(
     it is one. UserError names the key or tensor that is no plain LoRA of this model."""
     adapter_config = read_adapter_config(folder / "adapter_config.json")
     pairs, modules, saved = read_adapter(folder, family, config)
+    with error_prefix(folder / "adapter_config.json"):
+        scales = {
+            name: scale_of(adapter_config, modules[name], pair["A"].get_shape()[0])
+            for name, pair in pairs.items()
+        }
 
     def read_merged(name: str) -> Tensor:
         weight = saved[name][...] if name in saved else tensors[name].weight()
@@ -74,8 +81,7 @@ def merge_adapter(
         delta = b @ a  # (out, in); an embedding's is (D, V)
         if name == EMBEDDING:
             delta = delta.T
-        scale = scale_of(adapter_config, modules[name], len(a))
-        return torch.add(weight.float(), delta, alpha=scale)
+        return torch.add(weight.float(), delta, alpha=scales[name])
 
     merged = {
         name: replace(tensors[name], floats=partial(read_merged, name)) for name in (*pairs, *saved)
@@ -108,8 +114,9 @@ def read_adapter_config(file: Path) -> dict:
     for key, values in PLAIN.items():
         if adapter_config.get(key) not in (None, [], {}, *values):
             supported = " or ".join(map(repr, values)) or "an adapter without it"
+            value = short_repr(adapter_config[key])
             raise UserError(
-                f"{file}: {key} = {adapter_config[key]!r:.99} is not supported: it adds something"
+                f"{file}: {key} = {value} is not supported: it adds something"
                 f" else than a plain LoRA's alpha / r * B A to the weights; supported: {supported}"
             )
     return adapter_config
@@ -135,7 +142,7 @@ def check_tensors(folder: Path, config: Config, pairs: dict, saved: dict) -> Non
             )
         shape_of_a = parts["A"].get_shape()
         shape_of_b = parts["B"].get_shape()
-        if len(shape_of_a) != 2 or len(shape_of_b) != 2:
+        if len(shape_of_a) != 2 or len(shape_of_b) != 2 or 0 in shape_of_a:
             raise UserError(
                 f"{folder}: {target} has an A of shape {shape_of_a} and a B of {shape_of_b}, which"
                 " are no matrices: fetch the adapter again"
@@ -172,12 +179,20 @@ def adapter_hash(folder: str | Path) -> str:
 
 def scale_of(adapter_config: dict, module: str, rank: int) -> float:
     """alpha / r, or alpha / sqrt(r) with use_rslora; alpha_pattern has modules with an alpha of
-    their own."""
+    their own. UserError names the key."""
     alpha = adapter_config.get("lora_alpha", 8)
-    for pattern, value in (adapter_config.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+    alphas = adapter_config.get("alpha_pattern") or {}
+    if not isinstance(alphas, dict):
+        raise UserError(f"alpha_pattern = {short_repr(alphas)} must be an object")
+    for pattern, value in alphas.items():
+        try:
+            is_match = re.match(rf"(.*\.)?({pattern})$", module)
+        except re.error as error:
+            words = f"{short_repr(pattern)} is no pattern of Python's re: {error}"
+            raise UserError(f"alpha_pattern: {words}") from None
+        if is_match:
             alpha = value
             break
-    if type(alpha) not in (int, float):
-        raise UserError(f"adapter_config.json: alpha = {alpha!r:.99} must be a number")
+    if type(alpha) not in (int, float) or not abs(alpha) < MAX_ALPHA:
+        raise UserError(f"alpha = {short_repr(alpha)} must be a number below {MAX_ALPHA:g}")
     return alpha / (math.sqrt(rank) if adapter_config.get("use_rslora") else rank)

@@ -24,8 +24,9 @@ from weights.schemes import choose_head_scheme
 def pick_device(name: str | None) -> torch.device:
     """The device of this name, by default a GPU if there is one. UserError for one that this
     machine lacks."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]

@@ -79,7 +79,7 @@ class Tokenizer:
     """A folder's tokenizer."""
 
     runtime: Runtime
-    vocab_size: int  # one more than the largest id of both tokenizer and model
+    vocab_size: int  # the smaller of the tokenizer's and the model's
     stop_ids: frozenset[int] = frozenset()  # generation ends after these
     template: ChatTemplate | None = None
     folder: str = "tokenizer"  # or GGUF file, for messages
@@ -295,7 +295,7 @@ def copy_files(folder: Path, other: Path) -> None:
     if is_gguf(folder):
         from loading.gguf_metadata import write_files
 
-        write_files(folder, other)
+        return write_files(folder, other)
     for file in sorted(
         {file for pattern in FILES for file in folder.glob(pattern) if file.is_file()}
     ):
@@ -334,6 +334,8 @@ def conversation_ids(
             " --chat_template FILE"
         )
     texts = [join_parts(message["content"]) for message in messages]
+    if not all(isinstance(text, str) for text in texts):
+        raise UserError("the content of a message must be a text, or a list of text parts")
     if prefill:
         texts.append(prefill)
     return tokenizer.encode("\n".join(texts))

@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 
+from decoding.errors import UserError
 from loading.chat_templates import ChatTemplate
-from loading.tokenizer import copy_files, load_tokenizer
+from loading.tokenizer import conversation_ids, copy_files, load_tokenizer
 
 # Each family's format, in the constructs that its template uses: loops, trims, namespaces, raised
 # errors, dates.
@@ -149,6 +150,13 @@ def test_template_errors_are_said(chat_folder):
 def test_no_template_is_said(sp_folder):
     with pytest.raises(ValueError, match="no chat template"):
         load_tokenizer(sp_folder).chat([])
+
+
+@pytest.mark.parametrize("content", [5, {"type": "text", "text": "x"}])
+def test_content_that_is_no_text_is_refused_without_a_template(sp_folder, content):
+    messages = [{"role": "user", "content": content}]
+    with pytest.raises(UserError, match="content of a message must be a text, or a list of text"):
+        conversation_ids(load_tokenizer(sp_folder), messages)
 
 
 @pytest.mark.parametrize("chat_folder", ["llama-2"], indirect=True)

@@ -37,6 +37,7 @@ from cli.main import main as run_args
 from cli.prompts import Prompt, Row, read_prompts
 from cli.report import attended_bytes, bytes_read, position_bytes, weight_bytes
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.sampling import Sampling
 from decoding.settings import DEFAULT_LENGTH
 from decoding.statistics import Timing
@@ -1273,6 +1274,16 @@ def test_a_gpu_without_a_number_is_the_first_one(monkeypatch, asked, index):
     assert pick_device(asked).type == "cuda"
     # cuDNN's attention plans anew for every length
     assert current == [index] and switched == [False]
+
+
+def test_a_gpu_that_fails_is_named_though_nobody_asked_for_it(monkeypatch):
+    def fail(*size, device) -> None:
+        raise RuntimeError("CUDA driver is too old")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", fail)
+    with pytest.raises(UserError, match="^--device cuda: not available here: CUDA driver"):
+        pick_device(None)
 
 
 # -------------------------------------------------------------------------------- what is counted
