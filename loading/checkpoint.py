@@ -27,13 +27,10 @@ from loading.families import FAMILIES, family_of
 from loading.files import (
     fingerprint,
     has_separate_head,
-    open_tensors,
     read_config_json,
-    read_index,
-    tensor_files,
     text_model_tensors,
 )
-from loading.folder import open_folder, own_layouts
+from loading.folder import Folder, Layouts, open_folder, own_layouts
 from loading.models import allocate, check_shards, empty_model, load_weights
 from loading.plain_files import error_prefix, is_gguf, plain_file
 from loading.quantization import QUICKDRAFT_CONFIG, choose_schemes
@@ -77,14 +74,19 @@ class Checkpoint:
         return str(self.path)
 
     @cached_property
+    def storage(self):
+        """Its files: a folder.Folder or a gguf_metadata.GgufModel."""
+        if not self.is_gguf:
+            return Folder(self.path)
+        from loading.gguf_metadata import GgufModel
+
+        return GgufModel(self.path)
+
+    @property
     def hf(self) -> dict:
         """config.json, or what the keys of a GGUF file say in its place. It is shared: copy it
         before you change it."""
-        if not self.is_gguf:
-            return read_config_json(self.path / "config.json")
-        from loading.gguf_metadata import hf_config
-
-        return hf_config(self.path)
+        return self.storage.hf
 
     @cached_property
     def config(self) -> Config:
@@ -92,24 +94,16 @@ class Checkpoint:
         used."""
         return config_of(self.hf, self.path / "config.json")
 
-    @cached_property
+    @property
     def files(self) -> list[Path]:
         """The files that hold its tensors."""
-        if not self.is_gguf:
-            return tensor_files(self.path)
-        from loading.gguf import parts_of
+        return self.storage.files
 
-        return parts_of(self.path)
-
-    @cached_property
+    @property
     def tensors(self) -> dict[str, object]:
         """Name -> the stored tensor: get_shape(), get_dtype(), and [...] to read it or [a:b] to
         read rows of it."""
-        if not self.is_gguf:
-            return open_tensors(self.files)
-        from loading import gguf
-
-        return gguf.open_hf_tensors(self.path)
+        return self.storage.tensors
 
     @cached_property
     def text_tensors(self) -> dict[str, object]:
@@ -119,7 +113,7 @@ class Checkpoint:
     @cached_property
     def spare_tensors(self) -> dict[str, object]:
         """Those of `text_tensors` that the folder's index does not name."""
-        index = {} if self.is_gguf else read_index(self.path)
+        index = self.storage.index
         unnamed = {name: self.tensors[name] for name in self.tensors if index and name not in index}
         return text_model_tensors(unnamed, family_of(self.hf), self.config.n_layers)
 
@@ -149,13 +143,10 @@ class Checkpoint:
                 " used as the head"
             )
         source = open_folder(self.path, config, tensors, self.layouts, self.spare_tensors)
-        if self.is_gguf:
-            from loading.gguf import in_blocks
-
-            source = in_blocks(source, tensors)
+        source = self.storage.as_stored(source)
         stored = source.tensors
         if self.adapter is not None:
-            if source.keeps_plain or any(one.scheme for one in stored.values()):
+            if source.keeps_plain or not all(one.is_float for one in stored.values()):
                 raise UserError(
                     f"--adapter {self.adapter}: {self.path} is stored quantized; merge into the"
                     f" original weights"
@@ -186,8 +177,8 @@ class Checkpoint:
         `progress`: show a bar on stderr, if that is a terminal.
         `pack`: False leaves quantized matrices as stored, to be saved, copied or packed later.
 
-        UserError names file and tensor, before any weight is copied, or a tensor with NaN or
-        infinity.
+        UserError names file and tensor before any weight is copied. A matrix that is quantized here
+        and holds NaN or infinity is refused when it is read.
         """
         ranks = tp or ALONE
         source = self.source
@@ -207,13 +198,14 @@ class Checkpoint:
         if ranks.rank == 0:
             near, reason = source.nearest
             again = [f"{reason}; quantized again to {quantize or near}"] if near else []
-            for note in (*source.notes, *again):
+            plain_note = self.storage.plain_note(source, schemes)
+            for note in filter(None, (*source.notes, plain_note, *again)):
                 print(f"{self.path}: {note}", file=sys.stderr)
         return model
 
     @property
-    def layouts(self):
-        """Those of its quantized matrices: folder.OwnLayouts or detection.Layouts."""
+    def layouts(self) -> Layouts:
+        """Those of its quantized matrices."""
         return find_layouts(self.hf) or own_layouts(self.hf, self.path / "config.json")
 
     @property
@@ -269,7 +261,7 @@ def config_of(hf: dict, file: Path) -> Config:
         raise UserError(f"{file}: {str(error).removeprefix('config.json: ')}") from None
 
 
-def find_layouts(hf: dict):
+def find_layouts(hf: dict) -> Layouts | None:
     """The Layouts of another program's weights, by config.json; None for plain weights and ours."""
     if hf.get("quantization_config") in (None, {}, QUICKDRAFT_CONFIG):
         return None

@@ -39,6 +39,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_NAMES = 8  # tensors that an error lists; it counts the rest
 MAX_FILE_NAME = 255  # bytes, on the usual file systems
+Expected = tuple[tuple[int, ...], tuple[str, ...]]  # a tensor's shape, and the types it may have
 
 
 def require_json(file: Path) -> dict:
@@ -76,10 +77,10 @@ def read_config_json(file: Path) -> dict:
     return hf
 
 
-def tensor_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: model.safetensors, or those in the index, in the order of
+def tensor_files(folder: Path, index: Mapping[str, str]) -> list[Path]:
+    """The safetensors files of a folder: model.safetensors, or those in its index, in the order of
     their names."""
-    names = sorted({*read_index(folder).values()}) or [SINGLE_FILE]
+    names = sorted({*index.values()}) or [SINGLE_FILE]
     return [folder / name for name in names]
 
 
@@ -196,7 +197,7 @@ def has_separate_head(tensors: Mapping[str, object]) -> bool:
 
 def check_headers(
     folder: Path,
-    expected: dict[str, tuple],
+    expected: dict[str, Expected],
     tensors: dict,
     tied: bool,
     spare: Collection[str] = (),

@@ -1,54 +1,114 @@
 """A Hugging Face folder -> the Source of its model.
 
+    Folder          its files, each read once
     open_folder     the Source of a folder, all headers checked
+    Layout          where a program stores a quantized matrix;  Layouts  one for each module
     Matrix          the stored tensors of one quantized matrix
-    Renamed         the parts of one of our formats, as we store them or under other names
-    OwnLayouts      the layouts of a folder that quantize.py or save_model wrote
+    OwnLayout       one of our formats, as quantize.py and save_model write it
 
-quantized/ has the layouts of other programs. A layout offers `key`, the tensor that marks a
-quantized matrix; `tensors`, the headers of a matrix; `scheme`, that of several matrices; and the
-readers `part` and `weight`.
+quantized/ has the layouts of other programs.
 """
 
 import math
-import reprlib
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from decoding.errors import UserError
-from loading.files import check_headers, stored_type
+from loading.files import (
+    Expected,
+    check_headers,
+    open_tensors,
+    read_config_json,
+    read_index,
+    stored_type,
+    tensor_files,
+)
 from loading.models import empty_model, expected_tensors
-from loading.plain_files import error_prefix
+from loading.plain_files import error_prefix, short_repr
 from loading.stored import Source, Stored, in_floats
 from loading.weight_names import sources
 from model import Config
-from weights.formats import FORMATS, check_finite
+from weights.formats import FORMATS
 from weights.walker import named_linears
 
 HEAD = "lm_head"
 EMBEDDING = "model.embed_tokens"
-UNSIGNED_WORDS = ("U32",)  # safetensors' name of a stored type
-# Scales of activations, keys and values, which are not quantized here (detection.py's note).
-UNUSED = (
-    ".input_scale",
-    ".activation_scale",
-    ".output_scale",
-    ".input_global_scale",
-    ".input_zero_point",
-    ".self_attn.q_scale",
-    ".self_attn.k_scale",
-    ".self_attn.v_scale",
-    ".k_proj.k_scale",
-    ".v_proj.v_scale",
-)
-# Tensors of zeros that some writers add to every matrix, as older AutoGPTQ did with biases.
-ZEROS = ("bias", "weight_zero_point")
+
+
+class Folder:
+    """A folder's files. Nothing is read before it is asked for."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @cached_property
+    def hf(self) -> dict:
+        return read_config_json(self.path / "config.json")
+
+    @cached_property
+    def index(self) -> dict[str, str]:
+        return read_index(self.path)
+
+    @property
+    def files(self) -> list[Path]:
+        return tensor_files(self.path, self.index)
+
+    @cached_property
+    def tensors(self) -> dict[str, object]:
+        return open_tensors(self.files)
+
+    def as_stored(self, source: Source) -> Source:
+        """A Source of what this folder stores, as it is."""
+        return source
+
+    def plain_note(self, source: Source, schemes: Mapping[str, str | None]) -> str:
+        """What a user should know, given the chosen schemes, of experts whose gate and up are
+        stored in unlike ones."""
+        count = 0
+        for name in source.linears:
+            stored = {one.scheme for one in source.of(name)}
+            count += ".experts." in name and len(stored) > 1 and schemes[name] is None
+        if not count:
+            return ""
+        return f"{count} matrices whose parts have several schemes load as plain weights"
+
+
+class Layout(Protocol):
+    """Where a program stores a quantized matrix."""
+
+    key: str  # the tensor that marks a quantized one
+    note: str  # for the user, when such a folder is loaded
+    stacks_with_plain: bool  # may matrices in full precision be stacked with quantized ones?
+
+    def tensors(self, m: "Matrix") -> dict[str, Expected]:
+        """Its stored tensors."""
+
+    def scheme(self, matrices: Collection["Matrix"]) -> tuple[str | None, str]:
+        """(scheme, "") if a scheme holds every matrix exactly; else (nearest scheme, reason), or
+        (None, reason) if none is near and the weights stay plain."""
+
+    def part(self, m: "Matrix", scheme: str, part: str) -> Tensor:
+        """One part of a scheme that holds the matrix exactly."""
+
+    def weight(self, m: "Matrix") -> Tensor:
+        """The weights (out, in) in float32, where no scheme holds them."""
+
+
+class Layouts(Protocol):
+    """The Layout of every module of a folder."""
+
+    is_fixed: bool  # are matrices in full precision to stay so, and all in one scheme?
+    unused: tuple[str, ...]  # ends of tensors that are not read
+    zeros: tuple[str, ...]  # tensors of a quantized matrix that may be there if they are zeros
+
+    def of(self, module: str) -> Layout | None:
+        """None: it is stored in full precision."""
 
 
 class Matrix(NamedTuple):
@@ -57,8 +117,8 @@ class Matrix(NamedTuple):
     name: str
     rows: int
     columns: int
-    tensors: dict  # name -> stored tensor
-    layout: object
+    tensors: dict[str, object]  # name -> stored tensor
+    layout: Layout
 
     def stored(self, part: str):
         """None for a tensor that does not exist."""
@@ -75,50 +135,23 @@ class Matrix(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Renamed:
-    """The parts of one of our formats, bit for bit. `names`: our part -> the stored tensor and its
-    types; empty for folders of our own."""
+class OwnLayout:
+    """The parts of one of our formats, bit for bit."""
 
     format: str
-    names: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict, hash=False)
-    note: str | None = None
+    note: str = ""
+    key = "codes"
+    stacks_with_plain = True
 
-    @property
-    def key(self) -> str:
-        name, _ = self.names.get("scale", ("codes", ()))
-        return name
+    def tensors(self, m: Matrix) -> dict[str, Expected]:
+        shapes = FORMATS[self.format].shapes(m.rows, m.columns)
+        return {part: (shape, (stored_type(dtype),)) for part, (shape, dtype) in shapes.items()}
 
-    @property
-    def stacks_with_plain(self) -> bool:
-        """May matrices in full precision be stacked with quantized ones?"""
-        return not self.names
-
-    def tensors(self, m: Matrix) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-        headers = {}
-        for part, (shape, dtype) in FORMATS[self.format].shapes(m.rows, m.columns).items():
-            name, types = self.names.get(part) or (part, (stored_type(dtype),))
-            if self.names and part == "global_scale":
-                shape = m.shape_of_number(name)
-            if self.names and types == UNSIGNED_WORDS:  # of four bytes
-                shape = (m.rows, shape[1] // 4)
-            headers[name] = (shape, types)
-        return headers
-
-    def scheme(self, matrices: Iterable[Matrix]) -> tuple[str, None]:
-        return self.format, None
+    def scheme(self, matrices: Collection[Matrix]) -> tuple[str, str]:
+        return self.format, ""
 
     def part(self, m: Matrix, scheme: str, part: str) -> Tensor:
-        if not self.names:
-            return m.get(part)
-        name, _ = self.names[part]
-        stored = m.get(name)
-        if name == "weight_scale_2":
-            stored = 1 / stored
-        if part == "codes" and stored.is_floating_point():  # ours would read NaN as a number
-            check_finite(stored, f"{m.name}.{name}: ")
-        shape, dtype = FORMATS[scheme].shapes(m.rows, m.columns)[part]
-        converted = stored.to(dtype) if dtype.is_floating_point else stored.view(dtype)
-        return converted.expand(shape)
+        return m.get(part)
 
 
 class OwnLayouts(NamedTuple):
@@ -126,14 +159,16 @@ class OwnLayouts(NamedTuple):
 
     block_scheme: str | None
     head_scheme: str | None
-    kept: tuple[str, ...] = ()  # our names of matrices in full precision
+    # Our names of matrices in full precision, which scripts/tp_plan.py reads: tensors show them.
+    kept: tuple[str, ...] = ()
 
-    # Are matrices in full precision to stay so, and all in one scheme?
     is_fixed = True
+    unused = ()
+    zeros = ()
 
-    def of(self, module: str) -> Renamed | None:
+    def of(self, module: str) -> OwnLayout | None:
         scheme = self.head_scheme if module == HEAD else self.block_scheme
-        return Renamed(scheme) if scheme else None
+        return OwnLayout(scheme) if scheme else None
 
 
 def own_layouts(hf: dict, file: Path) -> OwnLayouts:
@@ -145,10 +180,12 @@ def own_layouts(hf: dict, file: Path) -> OwnLayouts:
     keys = set(entry) if isinstance(entry, dict) else set()
     if "scheme" in keys <= {"scheme", "head", "method", "kept"}:
         head_scheme = entry.get("head")
-        if entry["scheme"] in schemes and head_scheme in (None, *schemes):
-            return OwnLayouts(entry["scheme"], head_scheme, tuple(entry.get("kept") or ()))
+        kept = entry.get("kept") or []
+        has_names = isinstance(kept, list) and all(isinstance(name, str) for name in kept)
+        if has_names and entry["scheme"] in schemes and head_scheme in (None, *schemes):
+            return OwnLayouts(entry["scheme"], head_scheme, tuple(kept))
     raise UserError(
-        f"{file}: quantization = {reprlib.repr(entry)} is not supported; schemes:"
+        f"{file}: quantization = {short_repr(entry)} is not supported; schemes:"
         f" {', '.join(schemes)}"
     )
 
@@ -157,13 +194,12 @@ def open_folder(
     path: Path,
     config: Config,
     tensors: dict,
-    layouts,
+    layouts: Layouts,
     spare: Iterable[str] = (),
 ) -> Source:
-    """A folder in these layouts: OwnLayouts, or another program's detection.Layouts. `spare` as in
-    check_headers. UserError names a tensor or a setting that cannot be read."""
-    is_own = isinstance(layouts, OwnLayouts)
-    tensors = used_tensors(tensors, is_own)
+    """A folder in these layouts. `spare` as in check_headers. UserError names a tensor or a setting
+    that cannot be read."""
+    tensors = {name: tensors[name] for name in tensors if not name.endswith(layouts.unused)}
     model = empty_model(config, torch.float32)
     headers = expected_tensors(config, model)
     stored = in_floats(headers, lambda name: tensors[name][...])
@@ -172,53 +208,42 @@ def open_folder(
     with error_prefix(path):
         matrices = find_matrices(layouts, tensors, headers, stacks, config.tie_embeddings)
         expect_quantized(headers, matrices)
-        drop_zeros(headers, tensors, () if is_own else matrices.values())
+        drop_zeros(headers, tensors, matrices.values(), layouts.zeros)
         check_headers(path, headers, tensors, config.tie_embeddings, spare)
         stored |= stored_matrices(matrices)
-    notes = {m.layout.note for m in matrices.values()} | {mixed_note(stacks, stored)}
+    notes = {m.layout.note for m in matrices.values()}
     notes |= {one.note for one in stored.values() if not one.near}
     is_fixed = layouts.is_fixed and bool(matrices)
-    inner = {weight for stack in stacks[1:] for weight in stack}
-    schemes = {stored[weight].scheme for weight in inner & matrices.keys()}
-    if is_own:
-        schemes = {layouts.block_scheme}
+    heads = sources(config, "lm_head.weight")
+    schemes = {stored[weight].scheme for weight in matrices if weight not in heads}
     scheme = schemes.pop() if is_fixed and len(schemes) == 1 else None
     return Source(config, linears, stored, tuple(sorted(filter(None, notes))), scheme, is_fixed)
 
 
-def mixed_note(stacks: list[list[str]], stored: dict[str, Stored]) -> str:
-    """What a user should know of experts whose gate and up are stored in unlike schemes."""
-    stacks = [stack for stack in stacks if ".experts." in stack[0]]
-    count = sum(len({stored[weight].scheme for weight in stack}) > 1 for stack in stacks)
-    if not count:
-        return ""
-    return f"{count} matrices whose parts have several schemes load as plain weights"
-
-
-def used_tensors(tensors: dict, is_own: bool) -> dict:
-    """Without other programs' scales of activations."""
-    unused = () if is_own else UNUSED
-    return {name: tensors[name] for name in tensors if not name.endswith(unused)}
-
-
-def expect_quantized(headers: dict[str, tuple], matrices: dict[str, Matrix]) -> None:
+def expect_quantized(headers: dict[str, Expected], matrices: dict[str, Matrix]) -> None:
     """Put the headers of quantized matrices in place of their weights'."""
     for weight, m in matrices.items():
         del headers[weight]
         headers |= {f"{m.name}.{part}": header for part, header in m.layout.tensors(m).items()}
 
 
-def drop_zeros(headers: dict[str, tuple], tensors: dict, matrices: Iterable[Matrix]) -> None:
+def drop_zeros(
+    headers: dict[str, Expected], tensors: dict, matrices: Iterable[Matrix], parts: Iterable[str]
+) -> None:
     """Leave out tensors of zeros that some writers add to quantized matrices."""
     for m in matrices:
-        for part in ZEROS:
+        for part in parts:
             name = f"{m.name}.{part}"
             if name in tensors and name not in headers and not m.get(part).float().any():
                 del tensors[name]
 
 
 def find_matrices(
-    layouts, tensors: dict, headers: dict[str, tuple], stacks: list[list[str]], tied: bool
+    layouts: Layouts,
+    tensors: dict,
+    headers: dict[str, Expected],
+    stacks: list[list[str]],
+    tied: bool,
 ) -> dict[str, Matrix]:
     """The quantized ones among `stacks`, the names of weights that make one matrix here. UserError
     names a matrix that is quantized in part."""

@@ -4,7 +4,8 @@
     open_model       the same for a model, whose file may be split
     Blocks           one tensor in the mapped file: its weights, or the parts of our scheme that
                      holds them bit for bit
-    open_hf_tensors, in_blocks   the model as checkpoint.py reads a folder, by Hugging Face names
+    hf_tensors       its tensors by Hugging Face names;  in_blocks  a Source of them as stored
+    plain_note       what loads as plain weights
 
 The header is read here, because the gguf package takes seconds for a vocabulary. The package
 dequantizes the types that no scheme of ours holds.
@@ -30,7 +31,6 @@ import loading.weight_names as weight_names
 from decoding.errors import UserError
 from loading.families import FAMILIES
 from loading.plain_files import GGUF_MAGIC, error_prefix, one_line
-from loading.quantization import choose_schemes
 from loading.stored import Source, Stored
 from weights.formats import dequantize_tensor, pack_bits, row_chunks
 
@@ -373,10 +373,9 @@ def map_tensors(infos: list[tuple], data: Tensor, alignment: int) -> dict[str, B
     return tensors
 
 
-def parts_of(path: Path) -> list[Path]:
-    """The files of a model, of which `path` is the first: a split model has
+def parts_of(path: Path, keys: Entries) -> list[Path]:
+    """The files of a model, of which `path` is the first and has these keys: a split model has
     NAME-00001-of-00003.gguf and so on."""
-    keys = parse(path).keys
     with error_prefix(path):
         count = int(keys.number("split.count", 1))
     first = f"-00001-of-{count:05d}.gguf"
@@ -390,10 +389,13 @@ def parts_of(path: Path) -> list[Path]:
 
 def open_model(path: Path) -> GgufFile:
     """The keys of a model's first file, and the tensors of all."""
-    tensors = Entries("tensor ", {})
-    for file in parts_of(path):
-        tensors |= parse(file).tensors
-    return GgufFile(parse(path).keys, tensors)
+    model = parse(path)
+    for file in parts_of(path, model.keys)[1:]:
+        others = parse(file).tensors
+        if twice := model.tensors.keys() & others.keys():
+            raise UserError(f"{file}: tensor {min(twice)} is in another part too: make both again")
+        model.tensors.update(others)
+    return model
 
 
 # ------------------------------------------------------------------ tensors by Hugging Face names
@@ -427,14 +429,8 @@ def model_type_of(keys: dict[str, object]) -> str:
     )
 
 
-def open_hf_tensors(path: Path) -> dict[str, Blocks]:
-    """The tensors of a model by Hugging Face names."""
-    model = open_model(path)
-    with error_prefix(path):
-        return hf_tensors(model)
-
-
 def hf_tensors(model: GgufFile) -> dict[str, Blocks]:
+    """The tensors of a model by Hugging Face names."""
     family = FAMILIES[model_type_of(model.keys)]
     hf_modules = weight_names.hf_by_gguf(family)
     norm_offset = family.fields.get("norm_offset", 0.0)
@@ -480,36 +476,42 @@ def experts_of(hf_name: str, stack: Blocks) -> dict[str, Blocks]:
 
 
 def in_blocks(source: Source, tensors: Mapping[str, Blocks]) -> Source:
-    """`source` with these tensors as they are stored, and with a note on those that no scheme of
-    ours keeps exactly, or whose matrix has others in other types."""
-    stored = {
-        name: Stored(
-            blocks.shape,
-            blocks.block_type.scheme if len(blocks.shape) == 2 else None,
-            blocks.part,
-            partial(blocks.__getitem__, slice(None)),
-        )
-        for name, blocks in tensors.items()
-    }
-    source = source._replace(tensors=stored)
-    schemes = choose_schemes(source, Path())
-    exact = {
+    """`source` with these tensors as they are stored."""
+    stored = {}
+    for name in source.tensors:
+        blocks = tensors[name]
+        block_type = blocks.block_type
+        scheme = block_type.scheme if len(blocks.shape) == 2 else None
+        is_exact = scheme or block_type.dtype
+        note = "" if is_exact else f"no scheme keeps {block_type.name} exactly"
+        read = partial(blocks.__getitem__, slice(None))
+        stored[name] = Stored(blocks.shape, scheme, blocks.part, read, note=note)
+    return source._replace(tensors=stored)
+
+
+def plain_note(
+    source: Source, schemes: Mapping[str, str | None], tensors: Mapping[str, Blocks]
+) -> str:
+    """What a user should know, given the chosen schemes, of tensors that are quantized in the file
+    and plain in the model: no scheme keeps them, or their matrix has others in other types."""
+    quantized = {
         name
         for ours, scheme in schemes.items()
         if scheme
         for name in weight_names.sources(source.config, f"{ours}.weight")
     }
     loose = [
-        blocks
-        for name, blocks in tensors.items()
-        if name not in exact and blocks.block_type.dtype is None
+        tensors[name]
+        for name, one in source.tensors.items()
+        if name not in quantized and not one.is_float
     ]
+    if not loose:
+        return ""
     num_bytes = sum(blocks.bytes.numel() for blocks in loose)
     num_weights = sum(math.prod(blocks.shape) for blocks in loose)
     types = collections.Counter(blocks.block_type.name for blocks in loose)
     counts = ", ".join(f"{count} in {name}" for name, count in sorted(types.items()))
-    note = (
+    return (
         f"tensors that no scheme keeps exactly load as plain weights, {num_bytes / 1e9:.3g} GB of"
         f" the file as {2 * num_weights / 1e9:.3g} GB in 16 bits: {counts}"
     )
-    return source._replace(notes=(note,) if counts else ())

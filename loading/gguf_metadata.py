@@ -1,6 +1,6 @@
 """A GGUF file's keys -> the JSON and vocabulary files of a Hugging Face folder.
 
-    hf_config     config.json, from the keys of the file's architecture
+    GgufModel     a file, read as a folder is: its config.json and its tensors
     write_files   the tokenizer's files, into a folder
 
 Sources: llama.cpp, conversion/ for the keys and src/llama-vocab.cpp for the splitting of texts.
@@ -11,7 +11,9 @@ import math
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -23,11 +25,16 @@ from loading.gguf import (
     Entries,
     GgufFile,
     common_value,
+    hf_tensors,
+    in_blocks,
     model_type_of,
     open_model,
     parse,
+    parts_of,
+    plain_note,
 )
 from loading.plain_files import error_prefix
+from loading.stored import Source
 from loading.tokenizers.ranks import LLAMA3_PATTERN, TEKKEN_PATTERN
 
 # Keys that every file must have.
@@ -64,14 +71,42 @@ HARMLESS = {
 }
 
 
-def hf_config(path: Path) -> dict:
+class GgufModel:
+    """The files of a model, of which `path` is the first, with the interface of folder.Folder."""
+
+    index = MappingProxyType({})
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @cached_property
+    def model(self) -> GgufFile:
+        return open_model(self.path)
+
+    @cached_property
+    def hf(self) -> dict:
+        with error_prefix(self.path):
+            return hf_config(self.model)
+
+    @property
+    def files(self) -> list[Path]:
+        return parts_of(self.path, self.model.keys)
+
+    @cached_property
+    def tensors(self) -> dict[str, Blocks]:
+        with error_prefix(self.path):
+            return hf_tensors(self.model)
+
+    def as_stored(self, source: Source) -> Source:
+        return in_blocks(source, self.tensors)
+
+    def plain_note(self, source: Source, schemes: Mapping[str, str | None]) -> str:
+        return plain_note(source, schemes, self.tensors)
+
+
+def hf_config(model: GgufFile) -> dict:
     """config.json of a model. UserError names a key that is missing, or one whose value would
     change the arithmetic."""
-    with error_prefix(path):
-        return hf_config_of(open_model(path))
-
-
-def hf_config_of(model: GgufFile) -> dict:
     file_type = model.keys.get("general.type", "model")
     if file_type != "model":
         raise UserError(
@@ -117,9 +152,7 @@ def hf_config_of(model: GgufFile) -> dict:
     ids = special_ids(model.keys, "bos", "eos")
     hf |= {f"{role}_token_id": id for role, id in ids.items()}
     hf |= presence_flags(tensors, family)
-    hf |= family.hf_keys(values.get, hf)
-    words = hf["model_type"].removesuffix("_text").split("_")
-    return hf | {"architectures": [f"{''.join(map(str.capitalize, words))}ForCausalLM"]}
+    return hf | family.hf_keys(values.get, hf)
 
 
 def translated(values: Entries, tensors: Mapping[str, Blocks], family: Family) -> dict:
@@ -401,7 +434,7 @@ class Vocabulary:
         if self.model == "llama":
             first_unknown = stored.index(UNKNOWN) if UNKNOWN in stored else 0
             unknown_id = special_ids(self.keys, "unknown").get("unknown", first_unknown)
-            if unknown_id < len(types):  # other values say that there is none
+            if 0 <= unknown_id < len(types):  # other values say that there is none
                 types[unknown_id] = UNKNOWN
         return types
 

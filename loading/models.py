@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decoding.errors import UserError
-from loading.files import stored_type
+from loading.files import Expected, stored_type
 from loading.plain_files import error_prefix
 from loading.stored import Stored, in_floats
 from loading.weight_names import pieces, sources
@@ -42,10 +42,8 @@ from weights.schemes import check_head
 DTYPES = ("BF16", "F16", "F32", "F64")  # stored types that weights can be read from
 
 
-def expected_tensors(
-    config: Config, model: Transformer
-) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """Hugging Face name -> (shape, supported stored types) of every tensor that the model needs."""
+def expected_tensors(config: Config, model: Transformer) -> dict[str, Expected]:
+    """Hugging Face name -> shape and supported types of every tensor that the model needs."""
     return {
         source: (tuple(part.shape), DTYPES if is_plain(name) else (stored_type(part.dtype),))
         for name, parameter in model.named_parameters()

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from decoding.errors import UserError
 from loading.stored import Source, Stored
-from loading.weight_names import sources
 from weights.schemes import check_head, choose_head_scheme
 
 # For folders that only we read. Without a quant_method other programs refuse them; for an unknown
@@ -22,7 +21,6 @@ def choose_schemes(
     """The schemes of Linears, or of each source of a fused one whose sources are stored in unlike
     ones ("layers.0.attention.qkv.2"), for the user's `quantize`, and `head_choice` as in
     choose_head_scheme. UserError names a `path` that is stored in another scheme."""
-    config = source.config
     near, _ = source.nearest
     head_scheme = choose_head_scheme(None if source.scheme else quantize, head_choice)
     if source.scheme:
@@ -32,7 +30,7 @@ def choose_schemes(
         check_head(head_scheme, quantize or near)
     schemes = {}
     for name in source.linears:
-        stored = [source.tensors[weight] for weight in sources(config, f"{name}.weight")]
+        stored = source.of(name)
         if name == "lm_head":
             schemes |= choose_parts(name, stored, head_scheme, None)
         elif source.keeps_plain and all(one.is_float for one in stored):
@@ -58,15 +56,14 @@ def choose_parts(
 def refuse_other_schemes(
     source: Source, path: Path, quantize: str | None, head_scheme: str | None
 ) -> None:
-    (head,) = sources(source.config, "lm_head.weight")
-    stored_head = source.tensors[head].scheme
+    (head,) = source.of("lm_head")
     if quantize not in (None, source.scheme):
         raise UserError(
             f"{path}: is stored in {source.scheme} and cannot be quantized to {quantize}; use the"
             f" original"
         )
-    if head_scheme not in (None, stored_head):
+    if head_scheme not in (None, head.scheme):
         raise UserError(
-            f"{path}: its head is stored in {stored_head or 'full precision'}, not in"
+            f"{path}: its head is stored in {head.scheme or 'full precision'}, not in"
             f" {head_scheme}; use the original to change it"
         )

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from loading.weight_names import sources
 from model import Config
 from weights.formats import FORMATS, dequantize_tensor
 
@@ -26,7 +27,7 @@ class Stored:
     part: Callable[[str], Tensor] | None = None  # a part of that scheme, by its name
     floats: Callable[[], Tensor] | None = None  # the weights, where no scheme holds them
     near: str | None = None  # a scheme to quantize it to, where none holds it
-    note: str = ""  # why none holds it
+    note: str = ""  # why none holds it, where it is quantized
 
     @property
     def is_float(self) -> bool:
@@ -56,11 +57,15 @@ class Source(NamedTuple):
     scheme: str | None = None
     keeps_plain: bool = False  # do a block's matrices in full precision stay so?
 
+    def of(self, linear: str) -> list[Stored]:
+        """What is stored of a Linear, of a fused one by source."""
+        return [self.tensors[weight] for weight in sources(self.config, f"{linear}.weight")]
+
     @property
     def nearest(self) -> tuple[str | None, str]:
         """(scheme, reason) of tensors that no scheme holds: int8 rather than int4."""
         inexact = [(one.near, one.note) for one in self.tensors.values() if one.near]
-        return max(inexact, default=(None, ""))
+        return max(inexact, key=lambda pair: (pair[0] == "int8", pair[1]), default=(None, ""))
 
 
 def in_floats(headers: Mapping[str, tuple], read: Callable[[str], Tensor]) -> dict[str, Stored]:

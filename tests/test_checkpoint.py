@@ -2,6 +2,7 @@
 not fit is named."""
 
 import json
+import math
 import os
 import shutil
 
@@ -12,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from test_families import NEW
 
 import cli.quantize as quantize_command
-from loading.checkpoint import load_config, load_model
-from loading.files import tensor_files
+import loading.plain_files as plain_files
+from decoding.errors import UserError
+from loading.checkpoint import Checkpoint, load_config, load_model
 from loading.models import random_model
 from loading.saving import save_model
 from weights.walker import quantize_model
@@ -42,7 +44,7 @@ def folder(folder_of, tmp_path):
 
 def test_sharded_equals_single(folder_of, tmp_path):
     oracle("qwen2").save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
-    assert len(tensor_files(tmp_path / "sharded")) > 3
+    assert len(Checkpoint(tmp_path / "sharded").files) > 3
     single = load_model(folder_of("qwen2"), dtype=torch.float32)
     assert same_weights(single, load_model(tmp_path / "sharded", dtype=torch.float32))
 
@@ -301,6 +303,77 @@ def test_broken_folders_are_named(folder, case):
     with pytest.raises(ValueError) as error:
         load_model(folder)
     assert names in str(error.value) and "\n" not in str(error.value)
+
+
+def test_each_file_is_read_once(folder_of, tmp_path, monkeypatch):
+    oracle("qwen2").save_pretrained(tmp_path, max_shard_size="40KB")
+    reads = []
+    read_plain = plain_files.read_plain
+
+    def counted(file):
+        reads.append(file.name)
+        return read_plain(file)
+
+    monkeypatch.setattr(plain_files, "read_plain", counted)
+    load_model(tmp_path)
+    assert sorted(reads) == ["config.json", "model.safetensors.index.json"]
+
+
+ENTRIES = [  # a config.json's "quantization" that no folder of ours has
+    {"scheme": "int8", "kept": 5},
+    {"scheme": "int8", "kept": "abc"},
+    {"scheme": "int8", "kept": [["layers.0.ffn.down"]]},
+]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_kept_matrices_are_a_list_of_names(folder, entry):
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization": entry}))
+    with pytest.raises(UserError, match=rf"^{file}: quantization = {{'scheme': 'int8', 'kept'"):
+        load_model(folder)
+
+
+UP = "base_model.model.model.layers.0.mlp.up_proj"
+
+
+def lora(folder, rank: int = 2, **entries):
+    """A LoRA folder of one matrix, which PEFT's merge is not needed for."""
+    folder.mkdir()
+    parts = {"A": torch.ones(rank, 64), "B": torch.ones(96, rank)}
+    tensors = {f"{UP}.lora_{part}.weight": tensor for part, tensor in parts.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **entries}))
+    return folder
+
+
+BAD_ADAPTERS = [  # entries of adapter_config.json, what the message must name
+    ({"alpha_pattern": ["x"]}, r"adapter_config.json: alpha_pattern = \['x'\] must be an object"),
+    ({"alpha_pattern": {"(": 4}}, "adapter_config.json: alpha_pattern: '\\(' is no pattern"),
+    ({"alpha_pattern": {"up_proj": "4"}}, "adapter_config.json: alpha = '4' must be a number"),
+    ({"lora_alpha": math.nan}, "adapter_config.json: alpha = nan must be a number"),
+    ({"lora_alpha": math.inf}, "adapter_config.json: alpha = inf must be a number"),
+    ({"lora_alpha": 10**400}, "adapter_config.json: alpha = 1000.*… must be a number"),
+    ({"rank": 0}, ".* has an A of shape"),
+]
+
+
+@pytest.mark.parametrize("entries, message", BAD_ADAPTERS, ids=range(len(BAD_ADAPTERS)))
+def test_an_adapters_settings_are_checked_before_a_weight_is_read(
+    folder, tmp_path, entries, message
+):
+    adapter = lora(tmp_path / "adapter", **entries)
+    with pytest.raises(UserError, match=rf"^{adapter}(/|: ){message}"):
+        _ = Checkpoint(folder, adapter).source
+
+
+def test_the_first_pattern_that_matches_has_the_alpha(folder, tmp_path):
+    patterns = {"down_proj": 100, "mlp.up_proj": 6, "up_proj": 50}
+    adapter = lora(tmp_path / "adapter", alpha_pattern=patterns)
+    name = "model.layers.0.mlp.up_proj.weight"
+    merged = Checkpoint(folder, adapter).source.tensors[name].weight()
+    # 6 / 2 times the product of ones, whose numbers are 2
+    assert torch.equal(merged, Checkpoint(folder).source.tensors[name].weight() + 6)
 
 
 def test_random_model_is_seeded_and_finite(folder):

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -25,6 +26,7 @@ import loading.gguf_metadata as gguf_metadata
 import loading.models as models
 from cli.quantize import main as quantize
 from cli.start import main
+from decoding.errors import UserError
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
 from generate import LLM
@@ -476,15 +478,16 @@ def test_a_number_of_heads_for_each_layer_is_one_for_all_or_refused(tmp_path):
 
         return change
 
-    plain = gguf_metadata.hf_config(write(tmp_path / "plain.gguf"))
+    plain = checkpoint.Checkpoint(write(tmp_path / "plain.gguf")).hf
+    assert "architectures" not in plain  # transformers' class would be a guess
     heads = plain["num_attention_heads"]
     equal = write(tmp_path / "a.gguf", keys=by_layer(heads, heads))
-    assert gguf_metadata.hf_config(equal) == plain
+    assert checkpoint.Checkpoint(equal).hf == plain
     want = load_model(tmp_path / "plain.gguf", dtype=torch.float32)
     assert same(load_model(equal, dtype=torch.float32), want)
     different = write(tmp_path / "b.gguf", keys=by_layer(heads, heads + 1))
     with pytest.raises(ValueError, match=rf"b.gguf: {key} = .* differs from layer to layer"):
-        gguf_metadata.hf_config(different)
+        load_config(different)
 
 
 def test_scaling_that_is_not_llama_3s_is_refused(tmp_path):
@@ -738,9 +741,10 @@ def test_other_types_are_unpacked(tmp_path, capsys, monkeypatch):
     num_weights = sum(int(tensor.n_elements) for tensor in plain)
     sizes = f"{num_bytes / 1e9:.3g} GB of the file as {2 * num_weights / 1e9:.3g} GB in 16 bits"
     assert f"k.gguf: {LOOSE}, {sizes}: 4 in Q3_K, 1 in Q4_K" in capsys.readouterr().err
-    assert {
-        linear.scheme for linear in quantized_linears(load_model(file, quantize="int4-g32"))
-    } == {"int4-g32"}
+    requantized = quantized_linears(load_model(file, quantize="int4-g32"))
+    assert {linear.scheme for linear in requantized} == {"int4-g32"}
+    # The embedding, and without a scheme of its own the head; what is quantized to int4 is not.
+    assert " in 16 bits: 1 in Q3_K, 1 in Q4_K\n" in capsys.readouterr().err
     for cache in (ours.block_type, ours.read_header):
         cache.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
@@ -851,6 +855,38 @@ def test_a_split_file_is_one(tmp_path, folder_of):
         load_config(files[0].rename(tmp_path / "first.gguf"))
 
 
+def test_a_tensor_in_two_parts_is_refused(tmp_path):
+    def split(writer) -> None:
+        writer.add_uint16("split.count", 2)
+
+    first = write(tmp_path / "m-00001-of-00002.gguf", keys=split)
+    shutil.copy(first, tmp_path / "m-00002-of-00002.gguf")
+    with pytest.raises(UserError, match=r"m-00002-of-00002.gguf: tensor .* is in another part"):
+        load_config(first)
+
+
+def test_a_file_is_mapped_twice_at_most(tmp_path, monkeypatch):
+    """Once for its header and once for its tensors."""
+    file = write(tmp_path / "m.gguf", types="Q4_0")
+    maps = []
+    map_file = ours.map_file
+
+    def counted(path: Path):
+        maps.append(path)
+        return map_file(path)
+
+    monkeypatch.setattr(ours, "map_file", counted)
+    load_model(file)
+    assert maps == [file] * 2
+
+
+@pytest.mark.parametrize("kind", ["Q5_0", "Q4_0"])
+def test_an_adapter_is_not_merged_into_quantized_weights(kind, tmp_path):
+    file = write(tmp_path / "m.gguf", types=kind)
+    with pytest.raises(UserError, match=r"m.gguf is stored quantized; merge into the original"):
+        _ = checkpoint.Checkpoint(file, tmp_path).source
+
+
 # ------------------------------------------------------------------------------------- tokenizers
 
 
@@ -951,6 +987,14 @@ def test_padding_of_the_unknown_type_is_no_second_unknown_token(
     for text in (*TEXTS, "a [PAD1] b"):
         assert got.encode(text) == want.encode(text), text
     assert got.specials == want.specials and got.vocab_size == want.vocab_size + len(padding)
+
+
+@pytest.mark.parametrize("unknown", [-1, 4, None])
+def test_an_id_that_no_token_has_says_that_none_is_unknown(unknown):
+    keys = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["<unk>", "<s>", "a", "b"]}
+    keys |= {"tokenizer.ggml.token_type": [2, 3, 1, 1], "tokenizer.ggml.unknown_token_id": unknown}
+    types = [2, 3, 1, 1] if unknown is None else [5, 3, 1, 1]
+    assert gguf_metadata.Vocabulary(keys).types == types
 
 
 # of names that end a generation in llama.cpp

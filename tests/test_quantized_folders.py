@@ -25,9 +25,9 @@ import loading.models as models
 import loading.quantization as quantization
 import loading.quantized.detection as detection
 from loading.config import config_from_hf
-from loading.folder import mixed_note
+from loading.folder import Folder
 from loading.saving import save_model
-from loading.stored import Stored
+from loading.stored import Source, Stored
 from tp import Ranks
 from weights.formats import dequantize_tensor
 from weights.linears import QuantizedLinear
@@ -1012,16 +1012,25 @@ def test_float32_scales_are_a_choice_too(written, tmp_path):
     assert load_model(tmp_path / "q").layers[0].ffn.down.parts()["zero"].dtype == torch.float32
 
 
-def test_experts_in_unlike_schemes_are_counted():
+def test_experts_in_unlike_schemes_are_counted(folder_of, tmp_path):
     """Gate and up of an expert are one matrix for its kernel, which has one scheme."""
     gate, up, down = (
         f"model.layers.0.mlp.experts.0.{name}_proj.weight" for name in ["gate", "up", "down"]
     )
+    linears = ["layers.0.ffn.experts.0.gate_up", "layers.0.ffn.experts.0.down"]
     stored = {name: Stored((8, 8), "int8") for name in (gate, up, down)}
-    assert not mixed_note([[gate, up], [down]], stored)
+    config = checkpoint.load_config(folder_of("qwen3-moe"))
+    source = Source(config, linears, stored)
+
+    def note(quantize: str | None = None) -> str:
+        return Folder(tmp_path).plain_note(
+            source, quantization.choose_schemes(source, tmp_path, quantize)
+        )
+
+    assert not note()
     stored[up] = Stored((8, 8), "fp8")
-    note = mixed_note([[gate, up], [down]], stored)
-    assert note == "1 matrices whose parts have several schemes load as plain weights"
+    assert note() == "1 matrices whose parts have several schemes load as plain weights"
+    assert not note("int8")  # as which they load then
 
 
 def test_config_alone_still_refuses():

@@ -16,11 +16,19 @@ from typing import NamedTuple
 
 from decoding.errors import UserError
 from loading.families import family_of
-from loading.folder import Renamed
+from loading.folder import Layout
 from loading.plain_files import one_line, short_repr
 from loading.quantized import floats
-from loading.quantized.floats import Fp8, Int8Rows, Table4
-from loading.quantized.layouts import Awq, Gptq, Layout, PackQuantized
+from loading.quantized.floats import (
+    Fp8,
+    GlobalScale,
+    Int8Rows,
+    ModelOptNvFp4,
+    Renamed,
+    Table4,
+    Words,
+)
+from loading.quantized.layouts import Awq, Gptq, PackQuantized
 from weights.schemes import MLX_BITS, MLX_GROUPS
 
 ENTRY = "quantization_config"
@@ -31,24 +39,36 @@ WEIGHTS_ONLY = (
 )
 
 
-AnyLayout = Layout | Renamed | Table4
-
-
 class Layouts(NamedTuple):
-    """The layout of every module of a folder."""
+    """folder.Layouts of another program."""
 
     settings: dict
-    read: Callable[[dict], AnyLayout]
+    read: Callable[[dict], Layout]
     override: Callable[[dict, list[str]], dict]  # the settings of a module, by its names
     prefixes: Mapping[str, str]  # families.Family's
 
+    # Scales of activations, keys and values, which are not quantized here.
+    unused = (
+        ".input_scale",
+        ".activation_scale",
+        ".output_scale",
+        ".input_global_scale",
+        ".input_zero_point",
+        ".self_attn.q_scale",
+        ".self_attn.k_scale",
+        ".self_attn.v_scale",
+        ".k_proj.k_scale",
+        ".v_proj.v_scale",
+    )
+    # Older AutoGPTQ added biases to every matrix.
+    zeros = ("bias", "weight_zero_point")
+
     @property
     def is_fixed(self) -> bool:
-        """Are matrices in full precision to stay so, and all in one scheme? Not those of gpt-oss,
-        whose experts are always quantized."""
+        """Not gpt-oss's, whose experts are always quantized."""
         return self.settings["quant_method"] != "mxfp4"
 
-    def of(self, module: str) -> AnyLayout:
+    def of(self, module: str) -> Layout:
         """UserError for unsupported settings."""
         try:
             return self.read(self.override(self.settings, self.names(module)))
@@ -211,15 +231,16 @@ def mlx_override(settings: dict, names: list[str]) -> dict:
     return settings
 
 
-def mlx_layout(settings: dict) -> Renamed:
+def mlx_layout(settings: dict) -> Words:
     """Sources: floats.MLX_AFFINE's."""
     entry = "quantization"
     check(settings, entry, mode=(None, "affine", "mxfp4"), quantize_input=(None, False))
     if settings.get("mode") == "mxfp4":
         check(settings, entry, bits=(4,), group_size=(32,))
-        return Renamed("mxfp4", floats.MLX_MXFP4)
+        return Words("mxfp4", names=floats.MLX_MXFP4)
     check(settings, entry, bits=MLX_BITS, group_size=MLX_GROUPS)
-    return Renamed(f"mlx{settings['bits']}-g{settings['group_size']}", floats.MLX_AFFINE)
+    format = f"mlx{settings['bits']}-g{settings['group_size']}"
+    return Words(format, names=floats.MLX_AFFINE)
 
 
 def awq_layout(settings: dict) -> Awq:
@@ -239,7 +260,7 @@ def awq_layout(settings: dict) -> Awq:
 def fp8_layout(settings: dict) -> Fp8:
     """transformers' own fp8 (Qwen3-FP8, DeepSeek, Ministral 3), and AutoFP8's, which has another
     name for scales and no weight_block_size."""
-    note = WEIGHTS_ONLY if settings.get("activation_scheme") else None
+    note = WEIGHTS_ONLY if settings.get("activation_scheme") else ""
     rows = columns = -1
     if settings.get("weight_block_size"):
         rows, columns = read_block(settings, "weight_block_size")
@@ -257,21 +278,20 @@ def modelopt_layout(settings: dict) -> Fp8 | Renamed:
     check(settings, f"{ENTRY} or hf_quant_config.json", quant_algo=("NVFP4", "FP8"))
     if settings["quant_algo"] == "FP8":
         return Fp8(8, -1, WEIGHTS_ONLY, rows=-1)
-    return Renamed("nvfp4", floats.MODELOPT_NVFP4, WEIGHTS_ONLY)
+    return ModelOptNvFp4("nvfp4", WEIGHTS_ONLY, names=floats.MODELOPT_NVFP4)
 
 
-def compressed_layout(settings: dict) -> Layout | Renamed:
+def compressed_layout(settings: dict) -> Layout:
     """compressed-tensors, src/compressed_tensors/quantization/{quant_config,quant_args}.py"""
     check(settings, transform_config=(None, {}))
     (scheme,) = settings["config_groups"].values()
     check(scheme, output_activations=(None,))
     others = settings.get("kv_cache_scheme") or scheme.get("input_activations")
-    note = WEIGHTS_ONLY if others else None
+    note = WEIGHTS_ONLY if others else ""
     format = scheme.get("format") or settings.get("format")
     check({"format": format}, format=("pack-quantized", *RENAMED, *UNPACKED))
     if format in RENAMED:
-        scheme_name, parts = RENAMED[format]
-        return Renamed(scheme_name, parts, note)
+        return replace(RENAMED[format], note=note)
     weights = read_object(scheme, "weights")
     rows, columns = read_strategy(weights)
     if format not in UNPACKED:
@@ -308,9 +328,9 @@ def compressed_override(settings: dict, names: list[str]) -> dict:
 # Formats of compressed-tensors that store one code per element.
 UNPACKED = ("int-quantized", "float-quantized", "naive-quantized")
 RENAMED = {  # as one of our schemes, by the names of its parts
-    "mxfp4-pack-quantized": ("mxfp4", floats.MXFP4),
-    "mxfp8-quantized": ("mxfp8", floats.MXFP8),
-    "nvfp4-pack-quantized": ("nvfp4", floats.NVFP4),
+    "mxfp4-pack-quantized": Renamed("mxfp4", names=floats.MXFP4),
+    "mxfp8-quantized": Renamed("mxfp8", names=floats.MXFP8),
+    "nvfp4-pack-quantized": GlobalScale("nvfp4", names=floats.NVFP4),
 }
 
 
@@ -327,7 +347,7 @@ def read_strategy(weights: dict) -> tuple[int, int]:
     return (-1 if strategy == "tensor" else 1), -1
 
 
-METHODS: dict[str, Callable[[dict], AnyLayout]] = {
+METHODS: dict[str, Callable[[dict], Layout]] = {
     "gptq": gptq_layout,
     "awq": awq_layout,
     "auto-round": auto_round_layout,
@@ -336,7 +356,7 @@ METHODS: dict[str, Callable[[dict], AnyLayout]] = {
     "fp8": fp8_layout,
     "bitsandbytes": bitsandbytes_layout,
     "modelopt": modelopt_layout,
-    "mxfp4": lambda settings: Renamed("mxfp4", floats.GPT_OSS),
+    "mxfp4": lambda settings: Renamed("mxfp4", names=floats.GPT_OSS),
 }
 OVERRIDES: dict[str, Callable[[dict, list[str]], dict]] = {
     "gptq": gptq_override,

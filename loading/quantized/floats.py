@@ -2,7 +2,8 @@
 MLX's codes.
 
     Int8Rows, Fp8     unpacked codes with a scale per matrix, row or block
-    MXFP4, MLX_MXFP4, …     for folder.Renamed: parts whose bits are those of our own formats
+    Renamed           the parts of one of our own formats, bit for bit, by other names
+    MXFP4, NVFP4, …   names for it;  Words, GlobalScale, ModelOptNvFp4  its subclasses
     Table4            bitsandbytes' NF4 and FP4: entries of a table times a block's largest weight
 
 The codes of all but Table4 are stored unchanged in our formats, so the weights are the published
@@ -10,21 +11,25 @@ ones.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from decoding.errors import UserError
-from loading.folder import UNSIGNED_WORDS
+from loading.files import Expected
+from loading.folder import Matrix, OwnLayout
 from loading.plain_files import parse_json, short_repr
-from loading.quantized.layouts import FLOATS, Layout
+from loading.quantized.layouts import FLOATS, IntegerLayout
+from weights.formats import FORMATS, check_finite
 
 SCALES = (*FLOATS, "F8_E8M0")  # E8M0: a power of two
 BYTES = ("U8",)
+UNSIGNED_WORDS = ("U32",)
 
 
 @dataclass(frozen=True)
-class Int8Rows(Layout):
+class Int8Rows(IntegerLayout):
     """Unpacked codes: weight (out, in), and scale_key, a number for each block of `rows` outputs
     and `group` inputs. Blocks never cross matrices, and those at the edges may be smaller. This
     class is compressed-tensors' int-quantized, symmetric. Source:
@@ -70,7 +75,63 @@ class Fp8(Int8Rows):
 
     def scheme(self, matrices):
         name = "fp8" if self.group == -1 else f"fp8-g{self.group}"
-        return name + self.suffix(matrices), None
+        return name + self.suffix(matrices), ""
+
+
+@dataclass(frozen=True)
+class Renamed(OwnLayout):
+    """`names`: our part -> the stored tensor and its types."""
+
+    names: dict[str, tuple[str, tuple[str, ...]]] = field(kw_only=True, hash=False)
+    stacks_with_plain = False
+
+    @property
+    def key(self) -> str:
+        return self.names["scale"][0]
+
+    def tensors(self, m: Matrix) -> dict[str, Expected]:
+        shapes = FORMATS[self.format].shapes(m.rows, m.columns)
+        return {name: (shapes[part][0], types) for part, (name, types) in self.names.items()}
+
+    def stored(self, m: Matrix, part: str) -> Tensor:
+        name, _ = self.names[part]
+        return m.get(name)
+
+    def part(self, m: Matrix, scheme: str, part: str) -> Tensor:
+        stored = self.stored(m, part)
+        if part == "codes" and stored.is_floating_point():  # ours would read NaN as a number
+            check_finite(stored, f"{m.name}.{self.names[part][0]}: ")
+        shape, dtype = FORMATS[scheme].shapes(m.rows, m.columns)[part]
+        converted = stored.to(dtype) if dtype.is_floating_point else stored.view(dtype)
+        return converted.expand(shape)
+
+
+class Words(Renamed):
+    """The bytes of codes are stored as words."""
+
+    def tensors(self, m):
+        headers = super().tensors(m)
+        name, types = self.names["codes"]
+        (rows, num_bytes), _ = headers[name]
+        return headers | {name: ((rows, num_bytes // 4), types)}
+
+
+class GlobalScale(Renamed):
+    """A number of a matrix, of the shape that its writer chose, stands for all rows."""
+
+    def tensors(self, m):
+        name, types = self.names["global_scale"]
+        return super().tensors(m) | {name: (m.shape_of_number(name), types)}
+
+
+class ModelOptNvFp4(GlobalScale):
+    """Its global scale multiplies. Our format divides by its float32 reciprocal, which is within
+    2^-22 of each weight. Source: ModelOpt, modelopt/torch/quantization/qtensor/nvfp4_tensor.py
+    (dequantize)."""
+
+    def stored(self, m, part):
+        stored = super().stored(m, part)
+        return 1 / stored if part == "global_scale" else stored
 
 
 # compressed-tensors stores mxfp4-pack-quantized (low nibble first) and mxfp8-quantized (E4M3) in
@@ -100,9 +161,6 @@ NVFP4 = {
     "global_scale": ("weight_global_scale", ("F32",)),
 }
 
-# ModelOpt's NVFP4, whose weight_scale_2 multiplies instead. Our format divides by its float32
-# reciprocal, which is within 2^-22 of each weight. Source: ModelOpt,
-# modelopt/torch/quantization/qtensor/nvfp4_tensor.py (dequantize).
 MODELOPT_NVFP4 = {
     "codes": ("weight", BYTES),
     "scale": ("weight_scale", ("F8_E4M3",)),
@@ -120,7 +178,7 @@ class Table4:
     and backends/default/ops.py (dequantize_4bit)."""
 
     table: str  # nf4 or fp4
-    note: str | None = None
+    note: str = ""
     stacks_with_plain = True
 
     @property

@@ -1,6 +1,6 @@
 """Where other programs store a quantized matrix: codes packed into words, scales, zero points.
 
-    Layout                      the stored tensors, and their conversion to our parts
+    IntegerLayout               the stored tensors, and their conversion to our parts
     Gptq, Awq, PackQuantized    4 and 8 bits, packed into int32 words; floats.py has the other
                                 layouts
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from decoding.errors import UserError
+from loading.files import Expected
 from loading.folder import Matrix
 from weights.formats import FORMATS, decode_by_chunks, unpack_bits
 
@@ -34,13 +35,13 @@ def as_bytes(words: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Layout:
+class IntegerLayout:
     """A program's layout of one matrix. In this class int32 words hold the codes of neighbouring
     inputs, and the zero points of neighbouring outputs, from the lowest bits on."""
 
     bits: int
     group: int  # neighbouring inputs that share a scale; -1: all
-    note: str | None = None  # for the user, when such a folder is loaded
+    note: str = ""  # for the user, when such a folder is loaded
     has_zeros: bool = True  # are zero points stored? Otherwise they are the middle code
     has_order: bool = False  # is the group of every input stored?
 
@@ -51,8 +52,7 @@ class Layout:
     inputs_first = True  # is every matrix stored transposed?
     stacks_with_plain = False  # may matrices of full precision be stacked with quantized ones?
 
-    def tensors(self, m: Matrix) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-        """Tensor -> (shape, supported stored types)."""
+    def tensors(self, m: Matrix) -> dict[str, Expected]:
         groups = self.groups(m)
         codes = (m.rows, self.words(m.columns))
         headers = {
@@ -122,32 +122,26 @@ class Layout:
         is_middle = self.zero_points(m) == self.middle
         return bool(is_middle.all())
 
-    def scheme(self, matrices: Collection[Matrix]) -> tuple[str | None, str | None]:
-        """(scheme, None) if a scheme holds every matrix exactly; else (nearest scheme, reason), or
-        (None, reason) if none is near and the weights stay plain."""
+    def scheme(self, matrices: Collection[Matrix]) -> tuple[str, str]:
         is_centred = all(map(self.is_centred, matrices))
         suffix = self.suffix(matrices) if is_centred else "-float32"
         if self.bits == 8:
             has_rows = all(self.groups(m) == 1 for m in matrices)
             if is_centred and has_rows:
-                return f"int8{suffix}", None
+                return f"int8{suffix}", ""
             reason = "its 8-bit codes have scales of groups, or zero points"
             return "int8", f"{reason}; int8 has one scale a row"
         for size in (128, 64, 32):
             if all(are_runs(self.group_of(m), size) for m in matrices):
-                return f"int4-g{size}{suffix}", None
+                return f"int4-g{size}{suffix}", ""
         return "int4-g32", "its groups are not runs of 32 neighbouring inputs, as with act-order"
 
     def suffix(self, matrices: Collection[Matrix]) -> str:
         """Of the scheme that holds the scales: ours are bfloat16, or float32."""
-        return (
-            ""
-            if all(m.stored(self.scale_key).get_dtype() == "BF16" for m in matrices)
-            else "-float32"
-        )
+        is_bf16 = all(m.stored(self.scale_key).get_dtype() == "BF16" for m in matrices)
+        return "" if is_bf16 else "-float32"
 
     def part(self, m: Matrix, scheme: str, part: str) -> Tensor:
-        """One stored part of a scheme that holds the matrix exactly."""
         format = FORMATS[scheme]
         shape, dtype = format.shapes(m.rows, m.columns)[part]
         if part == "codes":
@@ -157,12 +151,11 @@ class Layout:
             return codes.view(dtype)
         values = self.scales(m).float()  # (out, groups)
         if part == "zero":
-            values = values * (8 - self.zero_points(m))
+            values = values * (format.center - self.zero_points(m))
         groups = self.group_of(m)[:: format.group or m.columns]  # of the scheme's groups
         return values[:, groups].view(shape).to(dtype)
 
     def weight(self, m: Matrix) -> Tensor:
-        """The weights (out, in) in float32."""
         groups = self.group_of(m)
 
         def decode(parts: dict[str, Tensor]) -> Tensor:
@@ -183,7 +176,7 @@ def are_runs(groups: Tensor, size: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Gptq(Layout):
+class Gptq(IntegerLayout):
     """AutoGPTQ and GPTQModel: qweight (in * bits / 32, out), qzeros (groups, out * bits / 32),
     scales (groups, out), g_idx (in,).
 
@@ -208,7 +201,7 @@ class Gptq(Layout):
 
 
 @dataclass(frozen=True)
-class Awq(Layout):
+class Awq(IntegerLayout):
     """AutoAWQ's version "gemm": qweight (in, out / 8) int32, a word's eight outputs in the order 0
     2 4 6 1 3 5 7 from the lowest bits on; qzeros (groups, out / 8) alike; scales (groups, out).
     Source: AutoAWQ, awq/modules/linear/gemm.py (from_linear) and awq/utils/packing_utils.py."""
@@ -232,7 +225,7 @@ class Awq(Layout):
         return codes[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1)  # outputs 0 to 7
 
 
-class PackQuantized(Layout):
+class PackQuantized(IntegerLayout):
     """compressed-tensors' pack-quantized: weight_packed (out, in * bits / 32), signed codes plus
     2^(bits - 1); weight_scale (out, groups); unless symmetric, weight_zero_point (out * bits / 32,
     groups); weight_g_idx (in,) with actorder "group"; weight_shape. Source: compressed-tensors,
