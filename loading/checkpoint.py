@@ -33,7 +33,7 @@ from loading.files import (
 from loading.folder import Folder, Layouts, open_folder, own_layouts
 from loading.models import allocate, check_shards, empty_model, load_weights
 from loading.plain_files import error_prefix, is_gguf, plain_file
-from loading.quantization import QUICKDRAFT_CONFIG, choose_schemes
+from loading.quantization import QUICKDRAFT_CONFIG, choose_schemes, plain_note
 from loading.stored import Source
 from model import Config, Transformer
 from tp import ALONE, Ranks
@@ -198,8 +198,7 @@ class Checkpoint:
         if ranks.rank == 0:
             near, reason = source.nearest
             again = [f"{reason}; quantized again to {quantize or near}"] if near else []
-            plain_note = self.storage.plain_note(source, schemes)
-            for note in filter(None, (*source.notes, plain_note, *again)):
+            for note in filter(None, (*source.notes, plain_note(source, schemes), *again)):
                 print(f"{self.path}: {note}", file=sys.stderr)
         return model
 

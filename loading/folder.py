@@ -10,7 +10,7 @@ quantized/ has the layouts of other programs.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -67,17 +67,6 @@ class Folder:
         """A Source of what this folder stores, as it is."""
         return source
 
-    def plain_note(self, source: Source, schemes: Mapping[str, str | None]) -> str:
-        """What a user should know, given the chosen schemes, of experts whose gate and up are
-        stored in unlike ones."""
-        count = 0
-        for name in source.linears:
-            stored = {one.scheme for one in source.of(name)}
-            count += ".experts." in name and len(stored) > 1 and schemes[name] is None
-        if not count:
-            return ""
-        return f"{count} matrices whose parts have several schemes load as plain weights"
-
 
 class Layout(Protocol):
     """Where a program stores a quantized matrix."""
@@ -91,7 +80,7 @@ class Layout(Protocol):
 
     def scheme(self, matrices: Collection["Matrix"]) -> tuple[str | None, str]:
         """(scheme, "") if a scheme holds every matrix exactly; else (nearest scheme, reason), or
-        (None, reason) if none is near and the weights stay plain."""
+        (None, name of the form) if none is near and the weights stay plain."""
 
     def part(self, m: "Matrix", scheme: str, part: str) -> Tensor:
         """One part of a scheme that holds the matrix exactly."""
@@ -212,7 +201,6 @@ def open_folder(
         check_headers(path, headers, tensors, config.tie_embeddings, spare)
         stored |= stored_matrices(matrices)
     notes = {m.layout.note for m in matrices.values()}
-    notes |= {one.note for one in stored.values() if not one.near}
     is_fixed = layouts.is_fixed and bool(matrices)
     heads = sources(config, "lm_head.weight")
     schemes = {stored[weight].scheme for weight in matrices if weight not in heads}
@@ -296,9 +284,9 @@ def stored_matrices(matrices: dict[str, Matrix]) -> dict[str, Stored]:
         scheme, reason = schemes[layout]
         shape = (m.rows, m.columns)
         if reason:
-            stored[weight] = Stored(
-                shape, floats=partial(layout.weight, m), near=scheme, note=reason
-            )
+            read = partial(layout.weight, m)
+            kind = scheme or reason
+            stored[weight] = Stored(shape, floats=read, kind=kind, near=scheme, reason=reason)
         else:
             stored[weight] = Stored(shape, scheme, partial(layout.part, m, scheme))
     return stored

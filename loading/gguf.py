@@ -5,13 +5,11 @@
     Blocks           one tensor in the mapped file: its weights, or the parts of our scheme that
                      holds them bit for bit
     hf_tensors       its tensors by Hugging Face names;  in_blocks  a Source of them as stored
-    plain_note       what loads as plain weights
 
 The header is read here, because the gguf package takes seconds for a vocabulary. The package
 dequantizes the types that no scheme of ours holds.
 """
 
-import collections
 import functools
 import math
 import re
@@ -451,7 +449,8 @@ def hf_tensors(model: GgufFile) -> dict[str, Blocks]:
             part = "sinks"
         offset = norm_offset if module.endswith("norm") else 0.0
         blocks = replace(blocks, offset=offset, heads=heads.get(module, 0))
-        hf_name = f"{prefix}{hf_modules.get(module, module)}.{part}".replace("blk", "model.layers")
+        prefix = prefix.replace("blk.", "model.layers.")
+        hf_name = f"{prefix}{hf_modules.get(module, module)}.{part}"
         if module == "exp_probs_b":  # the experts' selection bias
             hf_name = hf_name.removesuffix(f".{part}")
         # Matrices of one row, stored as vectors; the second is ERNIE's bias.
@@ -482,36 +481,7 @@ def in_blocks(source: Source, tensors: Mapping[str, Blocks]) -> Source:
         blocks = tensors[name]
         block_type = blocks.block_type
         scheme = block_type.scheme if len(blocks.shape) == 2 else None
-        is_exact = scheme or block_type.dtype
-        note = "" if is_exact else f"no scheme keeps {block_type.name} exactly"
+        kind = "" if block_type.dtype else block_type.name
         read = partial(blocks.__getitem__, slice(None))
-        stored[name] = Stored(blocks.shape, scheme, blocks.part, read, note=note)
+        stored[name] = Stored(blocks.shape, scheme, blocks.part, read, kind)
     return source._replace(tensors=stored)
-
-
-def plain_note(
-    source: Source, schemes: Mapping[str, str | None], tensors: Mapping[str, Blocks]
-) -> str:
-    """What a user should know, given the chosen schemes, of tensors that are quantized in the file
-    and plain in the model: no scheme keeps them, or their matrix has others in other types."""
-    quantized = {
-        name
-        for ours, scheme in schemes.items()
-        if scheme
-        for name in weight_names.sources(source.config, f"{ours}.weight")
-    }
-    loose = [
-        tensors[name]
-        for name, one in source.tensors.items()
-        if name not in quantized and not one.is_float
-    ]
-    if not loose:
-        return ""
-    num_bytes = sum(blocks.bytes.numel() for blocks in loose)
-    num_weights = sum(math.prod(blocks.shape) for blocks in loose)
-    types = collections.Counter(blocks.block_type.name for blocks in loose)
-    counts = ", ".join(f"{count} in {name}" for name, count in sorted(types.items()))
-    return (
-        f"tensors that no scheme keeps exactly load as plain weights, {num_bytes / 1e9:.3g} GB of"
-        f" the file as {2 * num_weights / 1e9:.3g} GB in 16 bits: {counts}"
-    )

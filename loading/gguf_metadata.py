@@ -31,8 +31,8 @@ from loading.gguf import (
     open_model,
     parse,
     parts_of,
-    plain_note,
 )
+from loading.models import dtype_name
 from loading.plain_files import error_prefix
 from loading.stored import Source
 from loading.tokenizers.ranks import LLAMA3_PATTERN, TEKKEN_PATTERN
@@ -100,9 +100,6 @@ class GgufModel:
     def as_stored(self, source: Source) -> Source:
         return in_blocks(source, self.tensors)
 
-    def plain_note(self, source: Source, schemes: Mapping[str, str | None]) -> str:
-        return plain_note(source, schemes, self.tensors)
-
 
 def hf_config(model: GgufFile) -> dict:
     """config.json of a model. UserError names a key that is missing, or one whose value would
@@ -138,7 +135,7 @@ def hf_config(model: GgufFile) -> dict:
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
         "rope_theta": values.number("rope.freq_base", 10000.0),
-        "dtype": str(dtype or torch.bfloat16).removeprefix("torch."),
+        "dtype": dtype_name(dtype or torch.bfloat16),
     }
     hf |= translated(values, tensors, family)
     hf["num_hidden_layers"] -= values.number("nextn_predict_layers", 0)
@@ -460,9 +457,7 @@ class Vocabulary:
         }
         if self.model == "llama":
             config["tokenizer_class"] = "LlamaTokenizer"
-            # llama.cpp puts a space behind every special and user-defined token.
             config["legacy"] = self.adds_space
-            config["space_after_special"] = self.adds_space
             config["added_tokens_decoder"] = {
                 id: {"content": self.tokens[id], "special": False}
                 for id, token_type in enumerate(self.types)
@@ -570,6 +565,7 @@ class Vocabulary:
 
 
 def is_float32(value: object) -> bool:
+    """Infinities and NaN are float32s too."""
     return isinstance(value, int | float) and not LARGEST_FLOAT < abs(value) < math.inf
 
 

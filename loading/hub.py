@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from decoding.errors import UserError
+from loading.plain_files import one_line
 
 PATH_HELP = (
     "a Hugging Face folder, a .gguf file, or a model on the hub: ORG/NAME[@REVISION][:GGUF_TYPE]"
@@ -29,9 +30,8 @@ def checkpoint_path(name: str | None) -> str | None:
     try:
         return str(download(*match.groups()))
     except Exception as error:  # the client's errors have no common class
-        words = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
-            f"{name}: no such folder here, and the hub cannot give it: {words}"
+            f"{name}: no such folder here, and the hub cannot give it: {one_line(error)}"
         ) from None
 
 

@@ -66,7 +66,8 @@ class ModelOptions:
 
     @property
     def config_file(self) -> Path:
-        return Path(self.random_weights or Path(self.checkpoint, "config.json"))
+        """That of random_weights."""
+        return Path(self.random_weights)
 
     @cached_property
     def generation_config(self) -> dict:

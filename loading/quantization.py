@@ -1,13 +1,17 @@
 """The scheme of every matrix of a loaded model.
 
 choose_schemes  by what is stored and what the user asks for
+plain_note      what loads as plain weights though it is stored quantized
 """
 
-from collections.abc import Sequence
+import collections
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from decoding.errors import UserError
 from loading.stored import Source, Stored
+from loading.weight_names import sources
 from weights.schemes import check_head, choose_head_scheme
 
 # For folders that only we read. Without a quant_method other programs refuse them; for an unknown
@@ -38,6 +42,28 @@ def choose_schemes(
         else:
             schemes |= choose_parts(name, stored, quantize, near)
     return schemes
+
+
+def plain_note(source: Source, schemes: Mapping[str, str | None]) -> str:
+    """What a user should know of tensors that are stored quantized and load, with these schemes, as
+    plain weights: no scheme holds them or what they are fused with, or they are an embedding."""
+    quantized = {
+        weight
+        for name, scheme in schemes.items()
+        if scheme
+        for weight in sources(source.config, f"{name}.weight")
+    }
+    stored = [one for name, one in source.tensors.items() if name not in quantized]
+    loose = [one for one in stored if not one.is_float]
+    if not loose:
+        return ""
+    num_bytes = 2 * sum(math.prod(one.shape) for one in loose)
+    counts = collections.Counter(one.kind or one.scheme for one in loose)
+    kinds = ", ".join(f"{count} in {kind}" for kind, count in sorted(counts.items()))
+    return (
+        f"tensors that are stored quantized load as plain weights, {num_bytes / 1e9:.3g} GB in 16"
+        f" bits: {kinds}"
+    )
 
 
 def choose_parts(

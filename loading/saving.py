@@ -12,7 +12,14 @@ import torch
 from decoding.errors import UserError
 from loading.config import text_part
 from loading.families import FAMILIES
-from loading.files import save_tensors, shard_name, write_atomically, write_index
+from loading.files import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    save_tensors,
+    shard_name,
+    write_atomically,
+    write_index,
+)
 from loading.models import expected_tensors, is_plain
 from loading.quantization import QUICKDRAFT_CONFIG
 from loading.weight_names import pieces
@@ -36,9 +43,9 @@ def save_model(model: Transformer, checkpoint_dir: str | Path, hf: dict) -> None
     folder = Path(checkpoint_dir)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").unlink(missing_ok=True)
-    single = folder / "model.safetensors"
+    single = folder / SINGLE_FILE
     single.unlink(missing_ok=True)  # an earlier model's, and its index
-    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    (folder / INDEX_FILE).unlink(missing_ok=True)
     if quantized_linears(model):
         shards = names_by_shard(model)
         files = {}
@@ -128,7 +135,9 @@ def write_tensors(
                 and "selection_bias" not in name  # float32 in every folder
                 and part.dtype == torch.float32
             )
-            tensors[source] = part.to(dtype if is_cast else part.dtype).contiguous().clone()
+            new_dtype = dtype if is_cast else part.dtype
+            layout = torch.contiguous_format
+            tensors[source] = part.to(new_dtype, copy=True, memory_format=layout)
             if is_cast and not tensors[source].isfinite().all() and part.isfinite().all():
                 raise UserError(
                     f"{source}: its weights overflow {dtype}; --dtype bfloat16 has float32's range"

@@ -26,13 +26,14 @@ class Stored:
     scheme: str | None = None  # the one that holds it exactly
     part: Callable[[str], Tensor] | None = None  # a part of that scheme, by its name
     floats: Callable[[], Tensor] | None = None  # the weights, where no scheme holds them
+    kind: str = ""  # what a quantized one is stored in, where the scheme's name does not say it
     near: str | None = None  # a scheme to quantize it to, where none holds it
-    note: str = ""  # why none holds it, where it is quantized
+    reason: str = ""  # why none holds it
 
     @property
     def is_float(self) -> bool:
         """Is it stored in full precision?"""
-        return self.scheme is None and not self.note
+        return not self.scheme and not self.kind
 
     def weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weights as floats. Those of a scheme are rounded to `dtype` as they are decoded, so
@@ -64,7 +65,7 @@ class Source(NamedTuple):
     @property
     def nearest(self) -> tuple[str | None, str]:
         """(scheme, reason) of tensors that no scheme holds: int8 rather than int4."""
-        inexact = [(one.near, one.note) for one in self.tensors.values() if one.near]
+        inexact = [(one.near, one.reason) for one in self.tensors.values() if one.near]
         return max(inexact, key=lambda pair: (pair[0] == "int8", pair[1]), default=(None, ""))
 
 

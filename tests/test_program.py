@@ -1282,7 +1282,7 @@ def test_a_gpu_that_fails_is_named_though_nobody_asked_for_it(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "empty", fail)
-    with pytest.raises(UserError, match="^--device cuda: not available here: CUDA driver"):
+    with pytest.raises(UserError, match=r"^--device cuda: not available here: CUDA driver"):
         pick_device(None)
 
 

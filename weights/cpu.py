@@ -352,12 +352,15 @@ FORMS = (
 
 # ------------------------------------------------------------------------------------------- int8
 
+ONE_PRODUCT = RowSplit((1,), ANY_ROWS)  # any number of rows will do, in one product
+
 
 class PackedInt8(PackedWeights):
     """int8 codes (out, in) with a float32 scale a row. They multiply the uint8 digits of
     `to_digits`."""
 
     digit_bits = 8
+    split = INTEGER_SPLIT
 
     def __init__(self, codes: Tensor, scale: Tensor):
         super().__init__(codes)
@@ -367,7 +370,7 @@ class PackedInt8(PackedWeights):
 
     @classmethod
     def find_row_split(cls, weight: Tensor) -> RowSplit:
-        return INTEGER_SPLIT
+        return cls.split
 
     def product(self, x: Tensor) -> Tensor:
         """x (M, in) of a float type -> (M, out) float32"""
@@ -398,9 +401,7 @@ class PackedInt8(PackedWeights):
 class TransposedInt8(PackedInt8):
     """int8 codes as they are, on the left of the product."""
 
-    @classmethod
-    def find_row_split(cls, weight: Tensor) -> RowSplit:
-        return RowSplit((1,), ANY_ROWS)  # any number of rows will do, in one product
+    split = ONE_PRODUCT
 
     def prepack(self, weight: Tensor) -> Tensor:
         return weight
@@ -419,10 +420,7 @@ class FbgemmInt8(PackedInt8):
     16 bits, which hold 2 * 127 * 127: so digits have 7 bits here."""
 
     digit_bits = 7
-
-    @classmethod
-    def find_row_split(cls, weight: Tensor) -> RowSplit:
-        return RowSplit((1,), ANY_ROWS)  # any number of rows will do, in one product
+    split = ONE_PRODUCT
 
     def prepack(self, weight: Tensor) -> torch.ScriptObject:
         scales = torch.ones(len(weight))

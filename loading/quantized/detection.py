@@ -21,12 +21,10 @@ from loading.plain_files import one_line, short_repr
 from loading.quantized import floats
 from loading.quantized.floats import (
     Fp8,
-    GlobalScale,
     Int8Rows,
     ModelOptNvFp4,
     Renamed,
     Table4,
-    Words,
 )
 from loading.quantized.layouts import Awq, Gptq, PackQuantized
 from weights.schemes import MLX_BITS, MLX_GROUPS
@@ -231,16 +229,16 @@ def mlx_override(settings: dict, names: list[str]) -> dict:
     return settings
 
 
-def mlx_layout(settings: dict) -> Words:
+def mlx_layout(settings: dict) -> Renamed:
     """Sources: floats.MLX_AFFINE's."""
     entry = "quantization"
     check(settings, entry, mode=(None, "affine", "mxfp4"), quantize_input=(None, False))
     if settings.get("mode") == "mxfp4":
         check(settings, entry, bits=(4,), group_size=(32,))
-        return Words("mxfp4", names=floats.MLX_MXFP4)
+        return Renamed("mxfp4", names=floats.MLX_MXFP4)
     check(settings, entry, bits=MLX_BITS, group_size=MLX_GROUPS)
     format = f"mlx{settings['bits']}-g{settings['group_size']}"
-    return Words(format, names=floats.MLX_AFFINE)
+    return Renamed(format, names=floats.MLX_AFFINE)
 
 
 def awq_layout(settings: dict) -> Awq:
@@ -330,7 +328,7 @@ UNPACKED = ("int-quantized", "float-quantized", "naive-quantized")
 RENAMED = {  # as one of our schemes, by the names of its parts
     "mxfp4-pack-quantized": Renamed("mxfp4", names=floats.MXFP4),
     "mxfp8-quantized": Renamed("mxfp8", names=floats.MXFP8),
-    "nvfp4-pack-quantized": GlobalScale("nvfp4", names=floats.NVFP4),
+    "nvfp4-pack-quantized": Renamed("nvfp4", names=floats.NVFP4),
 }
 
 

@@ -3,7 +3,7 @@ MLX's codes.
 
     Int8Rows, Fp8     unpacked codes with a scale per matrix, row or block
     Renamed           the parts of one of our own formats, bit for bit, by other names
-    MXFP4, NVFP4, …   names for it;  Words, GlobalScale, ModelOptNvFp4  its subclasses
+    MXFP4, NVFP4, …   such names
     Table4            bitsandbytes' NF4 and FP4: entries of a table times a block's largest weight
 
 The codes of all but Table4 are stored unchanged in our formats, so the weights are the published
@@ -90,48 +90,34 @@ class Renamed(OwnLayout):
         return self.names["scale"][0]
 
     def tensors(self, m: Matrix) -> dict[str, Expected]:
-        shapes = FORMATS[self.format].shapes(m.rows, m.columns)
-        return {name: (shapes[part][0], types) for part, (name, types) in self.names.items()}
-
-    def stored(self, m: Matrix, part: str) -> Tensor:
-        name, _ = self.names[part]
-        return m.get(name)
+        headers = {}
+        for part, (shape, _) in FORMATS[self.format].shapes(m.rows, m.columns).items():
+            name, types = self.names[part]
+            if types == UNSIGNED_WORDS:  # of four bytes
+                shape = (m.rows, shape[1] // 4)
+            if part == "global_scale":  # of all rows
+                shape = m.shape_of_number(name)
+            headers[name] = (shape, types)
+        return headers
 
     def part(self, m: Matrix, scheme: str, part: str) -> Tensor:
-        stored = self.stored(m, part)
+        name, _ = self.names[part]
+        stored = m.get(name)
         if part == "codes" and stored.is_floating_point():  # ours would read NaN as a number
-            check_finite(stored, f"{m.name}.{self.names[part][0]}: ")
+            check_finite(stored, f"{m.name}.{name}: ")
         shape, dtype = FORMATS[scheme].shapes(m.rows, m.columns)[part]
         converted = stored.to(dtype) if dtype.is_floating_point else stored.view(dtype)
         return converted.expand(shape)
 
 
-class Words(Renamed):
-    """The bytes of codes are stored as words."""
-
-    def tensors(self, m):
-        headers = super().tensors(m)
-        name, types = self.names["codes"]
-        (rows, num_bytes), _ = headers[name]
-        return headers | {name: ((rows, num_bytes // 4), types)}
-
-
-class GlobalScale(Renamed):
-    """A number of a matrix, of the shape that its writer chose, stands for all rows."""
-
-    def tensors(self, m):
-        name, types = self.names["global_scale"]
-        return super().tensors(m) | {name: (m.shape_of_number(name), types)}
-
-
-class ModelOptNvFp4(GlobalScale):
+class ModelOptNvFp4(Renamed):
     """Its global scale multiplies. Our format divides by its float32 reciprocal, which is within
     2^-22 of each weight. Source: ModelOpt, modelopt/torch/quantization/qtensor/nvfp4_tensor.py
     (dequantize)."""
 
-    def stored(self, m, part):
-        stored = super().stored(m, part)
-        return 1 / stored if part == "global_scale" else stored
+    def part(self, m, scheme, part):
+        converted = super().part(m, scheme, part)
+        return 1 / converted if part == "global_scale" else converted
 
 
 # compressed-tensors stores mxfp4-pack-quantized (low nibble first) and mxfp8-quantized (E4M3) in
@@ -218,9 +204,7 @@ class Table4:
         return headers
 
     def scheme(self, matrices):
-        return None, (
-            f"no scheme here keeps bitsandbytes' {self.table} exactly: it loads as plain weights"
-        )
+        return None, f"bitsandbytes' {self.table}"
 
     def weight(self, m):
         state = self.state(m)

@@ -58,25 +58,24 @@ class SentencePieceRuntime(Runtime):
         self._set_spaces(settings)
 
     def _set_spaces(self, settings: TokenizerSettings) -> None:
-        """Where a space is put: at the start of a text, after a special or added token, even before
-        another space.
+        """Where a space is put.
 
-        sentencepiece puts one before every text, if the file's add_dummy_prefix says so. llama.cpp
-        does too, also after a special token. A Llama tokenizer of transformers does not look at the
-        file: by its prepend_scheme it puts a space before a text that begins with none, and perhaps
-        after a special token too.
+        program              at a text's start       after a token     before another space
+        llama.cpp            by add_dummy_prefix     as at the start   yes
+        transformers' Llama  by its prepend_scheme   by its scheme     no
+        sentencepiece        by add_dummy_prefix     no                yes
         """
         pieces = self._model.encode("a", out_type=str)
         has_dummy_prefix = pieces[0].startswith("▁")  # Yi has none
         scheme = settings.prepend_scheme()
-        is_gguf = "space_after_special" in settings.values
+        is_gguf = bool(settings.get("added_tokens_are_text"))
         is_llama = settings.get("tokenizer_class") in LLAMA_CLASSES or "legacy" in settings.values
-        if is_gguf or not is_llama:
-            self._space_at_start = has_dummy_prefix and (is_gguf or scheme != "never")
-            self._space_after_token = self._space_at_start and is_gguf
-        else:
+        if is_llama and not is_gguf:
             self._space_at_start = scheme != "never"
             self._space_after_token = scheme == "always"
+        else:
+            self._space_at_start = has_dummy_prefix and (is_gguf or scheme != "never")
+            self._space_after_token = self._space_at_start and is_gguf
         self._space_before_space = is_gguf or not is_llama
         self.strip_first_space = self._space_at_start
 
