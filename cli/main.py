@@ -68,7 +68,7 @@ def values_to_compare(options: Options) -> dict[str, object]:
         values[flag.name] = value is None if flag.is_path else value
     values["its generation_config.json"] = options.requests.of_folder
     if options.model.random_weights:
-        values["the file of --random_weights"] = options.model.config_file.read_bytes()
+        values["the file of --random_weights"] = Path(options.model.random_weights).read_bytes()
     return values
 
 

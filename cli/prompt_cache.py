@@ -141,7 +141,7 @@ def cache_identity(options: Options) -> dict[str, str]:
     shape = None
     if chosen.random_weights:
         target = None
-        shape = hashlib.sha256(chosen.config_file.read_bytes()).hexdigest()
+        shape = hashlib.sha256(Path(chosen.random_weights).read_bytes()).hexdigest()
     identity = {
         "format": FORMAT,
         "--checkpoint": checkpoint_identity(target),

@@ -5,9 +5,13 @@ checkpoint.py       a folder or GGUF file, opened once: Checkpoint -> Transforme
 stored.py           what fills a model, in whatever file: Stored, Source;  folder.py  of a folder
 models.py           Config -> Transformer, built, filled and quantized;  saving.py  Transformer ->
                     folder
+families.py         READ FIRST: what differs between model_types, as tables
 config.py           config.json -> model.Config
 tokenizer.py        text <-> ids;  tokenizers/  one class a tokenizer library
 chat_templates.py   templates in jinja's sandbox;  chat_messages.py  messages in a template's form
+options.py          which models a run loads;  hub.py  a name on the hub -> its path
+target.py           options -> the model and tokenizer of a run;  draft_types.py  kinds of drafts
+adapter.py          LoRA, merged while weights are read
 plain_files.py      are files there, plain, of bounded size?
 files.py            JSON and safetensors, written in full or not at all
 quantization.py     the scheme of every matrix;  quantized/  other programs' formats
@@ -16,14 +20,6 @@ weight_names.py     our parameters <-> the tensors of a checkpoint
 """
 
 import importlib
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from drafts.registry import load_drafter
-    from loading.checkpoint import Checkpoint, load_model
-    from loading.config import config_from_hf
-    from loading.saving import save_model
-    from loading.tokenizer import load_tokenizer
 
 MODULES = {
     "Checkpoint": "loading.checkpoint",
@@ -33,14 +29,7 @@ MODULES = {
     "load_tokenizer": "loading.tokenizer",
     "save_model": "loading.saving",
 }
-__all__ = [
-    "Checkpoint",
-    "config_from_hf",
-    "load_drafter",
-    "load_model",
-    "load_tokenizer",
-    "save_model",
-]
+__all__ = list(MODULES)
 
 
 def __getattr__(name: str):

@@ -29,26 +29,20 @@ from loading.stored import Stored
 from model import Config
 
 EMBEDDING = "model.embed_tokens.weight"
-MAX_ALPHA = 1e30  # float32 holds it
 # Keys of adapter_config.json -> the values that a plain LoRA has.
-PLAIN = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "use_dora": (False,),
-    "fan_in_fan_out": (False,),
-    "lora_bias": (False,),
-    "use_qalora": (False,),
-    "layer_replication": (),
-    "trainable_token_indices": (),
-    "target_parameters": (),
-    "alora_invocation_tokens": (),
-    "kasa_config": (),
-    "use_bdlora": (False,),
-    "monteclora_config": (),
-    "arrow_config": (),
+PLAIN_KEYS = [
+    (("LORA",), "peft_type"),
+    (("none",), "bias"),
+    ((False,), "use_dora fan_in_fan_out lora_bias use_qalora use_bdlora"),
+    (
+        (),
+        "layer_replication trainable_token_indices target_parameters alora_invocation_tokens"
+        " kasa_config monteclora_config arrow_config",
+    ),
     # The others, such as "pissa" and "olora", also change the weights that the adapter is added to.
-    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", "mica"),
-}
+    ((True, False, "gaussian", "orthogonal", "eva", "mica"), "init_lora_weights"),
+]
+PLAIN = {key: values for values, keys in PLAIN_KEYS for key in keys.split()}
 
 
 class Adapter(NamedTuple):
@@ -142,16 +136,14 @@ def check_tensors(folder: Path, config: Config, pairs: dict, saved: dict) -> Non
             )
         shape_of_a = parts["A"].get_shape()
         shape_of_b = parts["B"].get_shape()
-        if len(shape_of_a) != 2 or len(shape_of_b) != 2 or 0 in shape_of_a:
+        ranks = {*shape_of_a[:1], *shape_of_b[1:]}
+        if len(shape_of_a) != 2 or len(shape_of_b) != 2 or len(ranks) > 1 or 0 in ranks:
             raise UserError(
                 f"{folder}: {target} has an A of shape {shape_of_a} and a B of {shape_of_b}, which"
-                " are no matrices: fetch the adapter again"
+                " are no matrices of one rank: fetch the adapter again"
             )
-        rows, rank = shape_of_b
-        rank_of_a, columns = shape_of_a
-        if rank != rank_of_a:
-            raise UserError(f"{folder}: {target} has an A of rank {rank_of_a} and a B of {rank}")
-        shapes[target] = [columns, rows] if target == EMBEDDING else [rows, columns]
+        shape = [shape_of_b[0], shape_of_a[1]]
+        shapes[target] = shape[::-1] if target == EMBEDDING else shape
     for target, shape in shapes.items():
         if target not in expected:
             raise UserError(
@@ -180,19 +172,14 @@ def adapter_hash(folder: str | Path) -> str:
 def scale_of(adapter_config: dict, module: str, rank: int) -> float:
     """alpha / r, or alpha / sqrt(r) with use_rslora; alpha_pattern has modules with an alpha of
     their own. UserError names the key."""
-    alpha = adapter_config.get("lora_alpha", 8)
     alphas = adapter_config.get("alpha_pattern") or {}
     if not isinstance(alphas, dict):
         raise UserError(f"alpha_pattern = {short_repr(alphas)} must be an object")
-    for pattern, value in alphas.items():
-        try:
-            is_match = re.match(rf"(.*\.)?({pattern})$", module)
-        except re.error as error:
-            words = f"{short_repr(pattern)} is no pattern of Python's re: {error}"
-            raise UserError(f"alpha_pattern: {words}") from None
-        if is_match:
-            alpha = value
-            break
-    if type(alpha) not in (int, float) or not abs(alpha) < MAX_ALPHA:
-        raise UserError(f"alpha = {short_repr(alpha)} must be a number below {MAX_ALPHA:g}")
+    try:
+        matches = (alphas[key] for key in alphas if re.match(rf"(.*\.)?({key})$", module))
+        alpha = next(matches, adapter_config.get("lora_alpha", 8))
+    except re.error as error:
+        raise UserError(f"alpha_pattern = {short_repr(alphas)}: {error}") from None
+    if type(alpha) not in (int, float) or not abs(alpha) < 1e30:
+        raise UserError(f"alpha = {short_repr(alpha)} must be a number below 1e30")
     return alpha / (math.sqrt(rank) if adapter_config.get("use_rslora") else rank)

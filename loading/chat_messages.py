@@ -79,10 +79,11 @@ def map_calls(message: dict, change: Callable[[dict], dict]) -> dict:
         return message
     changed = []
     for call in calls:
-        has_function = isinstance(call.get("function"), dict)
-        changed.append(
-            call | {"function": change(call["function"])} if has_function else change(call)
-        )
+        match call:
+            case {"function": dict(function)}:
+                changed.append(call | {"function": change(function)})
+            case _:
+                changed.append(change(call))
     return message | {"tool_calls": changed}
 
 

@@ -58,6 +58,11 @@ class Checkpoint:
             raise UserError(f"{self.path}: neither a folder nor a GGUF file")
         if not self.is_gguf and not self.path.is_dir():
             raise UserError(f"{self.path}: no such folder or GGUF file")
+        self.storage = Folder(self.path)
+        if self.is_gguf:
+            from loading.gguf_metadata import GgufModel
+
+            self.storage = GgufModel(self.path)
 
     @classmethod
     def of(cls, checkpoint: "str | os.PathLike | Checkpoint") -> "Checkpoint":
@@ -72,15 +77,6 @@ class Checkpoint:
 
     def __fspath__(self) -> str:
         return str(self.path)
-
-    @cached_property
-    def storage(self):
-        """Its files: a folder.Folder or a gguf_metadata.GgufModel."""
-        if not self.is_gguf:
-            return Folder(self.path)
-        from loading.gguf_metadata import GgufModel
-
-        return GgufModel(self.path)
 
     @property
     def hf(self) -> dict:

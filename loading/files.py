@@ -1,8 +1,7 @@
 """A folder's files, JSON and safetensors: read, and written completely or not at all.
 
     require_json, read_config_json          a JSON object of a file that must exist
-    tensor_files, open_tensors              the tensor files of a folder, and its stored tensors by
-                                            name
+    open_tensors                            the stored tensors of files, by name
     read_index                              which file holds a tensor
     check_headers                           compares names, shapes and types with the expected ones
     stored_type                             safetensors' name of a dtype
@@ -60,28 +59,20 @@ def read_config_json(file: Path) -> dict:
     compressed-tensors called the key compression_config at first.
     """
     hf = require_json(file)
-    if isinstance(hf.get("compression_config"), dict):
-        older = {"quant_method": "compressed-tensors", **hf.pop("compression_config")}
-        hf.setdefault("quantization_config", older)
-    mlx = hf.get("quantization")
-    if isinstance(mlx, dict) and {"bits", "group_size"} <= mlx.keys():
-        del hf["quantization"]
-        return hf | {"quantization_config": {**mlx, "quant_method": "mlx"}}
+    match hf:
+        case {"compression_config": dict(older)}:
+            del hf["compression_config"]
+            hf.setdefault("quantization_config", {"quant_method": "compressed-tensors", **older})
+        case {"quantization": {"bits": _, "group_size": _} as mlx}:
+            del hf["quantization"]
+            return hf | {"quantization_config": {**mlx, "quant_method": "mlx"}}
     entry = hf.get("quantization_config")
     if entry is None:
         entry = plain_files.read_json(file.with_name("hf_quant_config.json"))
-    if isinstance(entry, dict):
-        entry = entry.get("quantization", entry)
-        if isinstance(entry, dict) and "quant_algo" in entry:
-            hf["quantization_config"] = {**entry, "quant_method": "modelopt"}
+    match entry:
+        case {"quantization": {"quant_algo": _} as modelopt} | ({"quant_algo": _} as modelopt):
+            hf["quantization_config"] = {**modelopt, "quant_method": "modelopt"}
     return hf
-
-
-def tensor_files(folder: Path, index: Mapping[str, str]) -> list[Path]:
-    """The safetensors files of a folder: model.safetensors, or those in its index, in the order of
-    their names."""
-    names = sorted({*index.values()}) or [SINGLE_FILE]
-    return [folder / name for name in names]
 
 
 def read_index(folder: Path) -> dict[str, str]:

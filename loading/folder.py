@@ -21,13 +21,13 @@ from torch import Tensor
 
 from decoding.errors import UserError
 from loading.files import (
+    SINGLE_FILE,
     Expected,
     check_headers,
     open_tensors,
     read_config_json,
     read_index,
     stored_type,
-    tensor_files,
 )
 from loading.models import empty_model, expected_tensors
 from loading.plain_files import error_prefix, short_repr
@@ -39,6 +39,7 @@ from weights.walker import named_linears
 
 HEAD = "lm_head"
 EMBEDDING = "model.embed_tokens"
+OWN_KEYS = {"head", "method", "kept"}  # beside "scheme" in a config.json's "quantization"
 
 
 class Folder:
@@ -57,7 +58,9 @@ class Folder:
 
     @property
     def files(self) -> list[Path]:
-        return tensor_files(self.path, self.index)
+        """model.safetensors, or those in the index, in the order of their names."""
+        names = sorted({*self.index.values()}) or [SINGLE_FILE]
+        return [self.path / name for name in names]
 
     @cached_property
     def tensors(self) -> dict[str, object]:
@@ -163,16 +166,16 @@ class OwnLayouts(NamedTuple):
 def own_layouts(hf: dict, file: Path) -> OwnLayouts:
     """UserError names config.json, `file`."""
     entry = hf.get("quantization")
-    if entry is None:
-        return OwnLayouts(None, None)
     schemes = list(FORMATS)  # a list, because values of other programs may not be hashable
-    keys = set(entry) if isinstance(entry, dict) else set()
-    if "scheme" in keys <= {"scheme", "head", "method", "kept"}:
-        head_scheme = entry.get("head")
-        kept = entry.get("kept") or []
-        has_names = isinstance(kept, list) and all(isinstance(name, str) for name in kept)
-        if has_names and entry["scheme"] in schemes and head_scheme in (None, *schemes):
-            return OwnLayouts(entry["scheme"], head_scheme, tuple(kept))
+    match entry:
+        case None:
+            return OwnLayouts(None, None)
+        case {"scheme": scheme, **rest} if scheme in schemes and rest.keys() <= OWN_KEYS:
+            head_scheme = rest.get("head")
+            kept = rest.get("kept") or []
+            has_names = isinstance(kept, list) and all(isinstance(name, str) for name in kept)
+            if has_names and head_scheme in (None, *schemes):
+                return OwnLayouts(scheme, head_scheme, tuple(kept))
     raise UserError(
         f"{file}: quantization = {short_repr(entry)} is not supported; schemes:"
         f" {', '.join(schemes)}"

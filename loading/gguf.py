@@ -133,13 +133,13 @@ BLOCK_TYPES = {
     1: BlockType("F16", 1, 2, torch.float16),
     30: BlockType("BF16", 1, 2, torch.bfloat16),
     28: BlockType("F64", 1, 8, torch.float64),
-    2: BlockType("Q4_0", 32, 18, None, "q4_1", Q4_0),
-    3: BlockType("Q4_1", 32, 20, None, "q4_1", Q4_1),
-    8: BlockType("Q8_0", 32, 34, None, "q8_0", Q8_0),
-    12: BlockType("Q4_K", 256, 144, None, "q4_k", Q4_K),
-    13: BlockType("Q5_K", 256, 176, None, "q5_k", Q5_K),
-    14: BlockType("Q6_K", 256, 210, None, "q6_k", Q6_K),
-    39: BlockType("MXFP4", 32, 17, None, "mxfp4", MXFP4),
+    2: BlockType("Q4_0", 32, 18, scheme="q4_1", parts=Q4_0),
+    3: BlockType("Q4_1", 32, 20, scheme="q4_1", parts=Q4_1),
+    8: BlockType("Q8_0", 32, 34, scheme="q8_0", parts=Q8_0),
+    12: BlockType("Q4_K", 256, 144, scheme="q4_k", parts=Q4_K),
+    13: BlockType("Q5_K", 256, 176, scheme="q5_k", parts=Q5_K),
+    14: BlockType("Q6_K", 256, 210, scheme="q6_k", parts=Q6_K),
+    39: BlockType("MXFP4", 32, 17, scheme="mxfp4", parts=MXFP4),
 }
 
 

@@ -38,14 +38,10 @@ from loading.stored import Source
 from loading.tokenizers.ranks import LLAMA3_PATTERN, TEKKEN_PATTERN
 
 # Keys that every file must have.
-REQUIRED = (
-    "block_count",
-    "embedding_length",
-    "feed_forward_length",
-    "attention.head_count",
-    "context_length",
-    "attention.layer_norm_rms_epsilon",
-)
+REQUIRED = """
+block_count embedding_length feed_forward_length attention.head_count context_length
+attention.layer_norm_rms_epsilon
+"""
 UNSET_AT_0 = ("expert_group_count", "attention.key_length")  # integers
 YARN = {
     "original_max_position_embeddings": "rope.scaling.original_context_length",
@@ -175,7 +171,7 @@ def translated(values: Entries, tensors: Mapping[str, Blocks], family: Family) -
             )
         if supported is None and key in hf_keys:
             hf[hf_keys[key]] = value
-    for key in REQUIRED:
+    for key in REQUIRED.split():
         values.number(key)
     return hf
 
@@ -463,14 +459,12 @@ class Vocabulary:
                 for id, token_type in enumerate(self.types)
                 if token_type == USER_DEFINED
             }
-        templates = []
-        for key, source in self.keys.items():
-            if key == TEMPLATE_KEY or key.startswith(f"{TEMPLATE_KEY}."):
-                name = key[len(TEMPLATE_KEY) + 1 :] or "default"
-                templates.append({"name": name, "template": source})
-        if templates:
-            config["chat_template"] = templates
-        return config
+        templates = [
+            {"name": key.removeprefix(TEMPLATE_KEY)[1:] or "default", "template": source}
+            for key, source in self.keys.items()
+            if f"{key}.".startswith(f"{TEMPLATE_KEY}.")
+        ]
+        return config | {"chat_template": templates or None}
 
     def generation_config(self) -> dict:
         """The ids that end a text, a turn or a message to a tool: those of the keys, and those with

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import loading.options as options
 from decoding.errors import UserError
 from loading.files import Expected, stored_type
 from loading.plain_files import error_prefix
@@ -134,16 +133,12 @@ def allocate(module: nn.Module, device: str | torch.device) -> nn.Module:
     return module.requires_grad_(False).eval()
 
 
-def ignore(num_bytes: int) -> None:
-    """Report nothing."""
-
-
 def load_parameters(
     model: Transformer,
     names: Iterable[str],
     tensors: Mapping[str, Stored],
     ranks: Ranks = ALONE,
-    report_bytes: Callable[[int], object] = ignore,
+    report_bytes: Callable[[int], object] = lambda num_bytes: None,
 ) -> None:
     """Fill these parameters, or this rank's shards of them. Matrices that are not stored in their
     Linear's scheme are quantized here."""
@@ -168,7 +163,7 @@ def load_parameters(
 def plain_dtype(requested: str | None, stored: str | None) -> torch.dtype:
     """The dtype of weights that are not quantized: the requested one, or the checkpoint's own where
     it is one that we compute in, else bfloat16."""
-    default = stored if stored in options.DTYPES else "bfloat16"
+    default = stored if stored in ("bfloat16", "float16", "float32") else "bfloat16"
     return getattr(torch, requested or default)
 
 
@@ -195,7 +190,7 @@ def load_weights(
     tensors: Mapping[str, Stored],
     ranks: Ranks,
     pack: bool,
-    report_bytes: Callable[[int], object] = ignore,
+    report_bytes: Callable[[int], object] = lambda num_bytes: None,
 ) -> Transformer:
     """Fill an allocated model tensor by tensor, pack and connect it."""
     names = [name for name, _ in model.named_parameters()]

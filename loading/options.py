@@ -64,11 +64,6 @@ class ModelOptions:
         """The path that the user gave."""
         return self.random_weights or self.checkpoint
 
-    @property
-    def config_file(self) -> Path:
-        """That of random_weights."""
-        return Path(self.random_weights)
-
     @cached_property
     def generation_config(self) -> dict:
         """The checkpoint's file of this name, read once. A GGUF file has none."""

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from decoding.errors import UserError
 from loading.stored import Source, Stored
-from loading.weight_names import sources
 from weights.schemes import check_head, choose_head_scheme
 
 # For folders that only we read. Without a quant_method other programs refuse them; for an unknown
@@ -47,14 +46,9 @@ def choose_schemes(
 def plain_note(source: Source, schemes: Mapping[str, str | None]) -> str:
     """What a user should know of tensors that are stored quantized and load, with these schemes, as
     plain weights: no scheme holds them or what they are fused with, or they are an embedding."""
-    quantized = {
-        weight
-        for name, scheme in schemes.items()
-        if scheme
-        for weight in sources(source.config, f"{name}.weight")
-    }
-    stored = [one for name, one in source.tensors.items() if name not in quantized]
-    loose = [one for one in stored if not one.is_float]
+    stored = [one for one in source.tensors.values() if not one.is_float]
+    kept = {id(one) for name, scheme in schemes.items() if scheme for one in source.of(name)}
+    loose = [one for one in stored if id(one) not in kept]
     if not loose:
         return ""
     num_bytes = 2 * sum(math.prod(one.shape) for one in loose)

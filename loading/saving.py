@@ -136,8 +136,7 @@ def write_tensors(
                 and part.dtype == torch.float32
             )
             new_dtype = dtype if is_cast else part.dtype
-            layout = torch.contiguous_format
-            tensors[source] = part.to(new_dtype, copy=True, memory_format=layout)
+            tensors[source] = part.to(new_dtype, copy=True, memory_format=torch.contiguous_format)
             if is_cast and not tensors[source].isfinite().all() and part.isfinite().all():
                 raise UserError(
                     f"{source}: its weights overflow {dtype}; --dtype bfloat16 has float32's range"

@@ -7,6 +7,7 @@ load_target         the model, not packed for its kernels yet, and the tokenizer
 
 import hashlib
 from functools import cached_property
+from pathlib import Path
 
 import torch
 
@@ -60,7 +61,7 @@ class Target:
     def config(self) -> Config:
         """The Config, before any weight is read."""
         if self.options.random_weights:
-            return read_config(self.options.config_file)
+            return read_config(Path(self.options.random_weights))
         return self.checkpoint.config
 
 

@@ -349,7 +349,7 @@ def lora(folder, rank: int = 2, **entries):
 
 BAD_ADAPTERS = [  # entries of adapter_config.json, what the message must name
     ({"alpha_pattern": ["x"]}, r"adapter_config.json: alpha_pattern = \['x'\] must be an object"),
-    ({"alpha_pattern": {"(": 4}}, "adapter_config.json: alpha_pattern: '\\(' is no pattern"),
+    ({"alpha_pattern": {"(": 4}}, "adapter_config.json: alpha_pattern = {'\\(': 4}: "),
     ({"alpha_pattern": {"up_proj": "4"}}, "adapter_config.json: alpha = '4' must be a number"),
     ({"lora_alpha": math.nan}, "adapter_config.json: alpha = nan must be a number"),
     ({"lora_alpha": math.inf}, "adapter_config.json: alpha = inf must be a number"),

@@ -1,6 +1,7 @@
 """Stored forms of weights, and their products with a few rows.
 
     formats     int8, int4, fp8 and MX: weights -> parts, parts -> weights
+    schemes     the names of formats, without torch
     linears     Linears that own their parts
     walker      replaces, quantizes and packs the Linears of a model
     experts     a layer's experts, packed for a device

@@ -127,8 +127,8 @@ class Stack(nn.Module):
 
         format = self.format
         n_inputs = x.size(1)
-        group = self.kernel and (format.group or n_inputs)
-        if not group or n_inputs % group:
+        group = (format.group or n_inputs) if self.kernel else None
+        if group is None or n_inputs % group:
             values = self.weights(torch.float32, expert)
             y = gpu.paired_sums([values], x, n_inputs)
         else:

@@ -360,6 +360,9 @@ class Int4Linear(QuantizedLinear):
         return self.dtype != torch.float32
 
     operator = None  # set by `prepack` where a kernel fits
+    # A tensor on a CPU: Inductor lowers aten's own operator, which takes a number, to cpu's, but
+    # loses it inside a region that is compiled once for many layers (torch 2.13).
+    kernel_group: int | Tensor
     has_slices = False  # can a CPU unpack some outputs at a time?
 
     def prepack(self):
@@ -377,34 +380,34 @@ class Int4Linear(QuantizedLinear):
         pairs = pairs.transpose(0, 1).contiguous()  # (in / g, num_outputs, 2)
         self.register_buffer("scales_and_zeros", pairs, persistent=False)
         self.expanded_bytes = pairs.nbytes - self.scale.nbytes - self.zero.nbytes
-        if device == "cuda":
-            self.operator = torch.ops.aten._weight_int4pack_mm
-            self.kernel_group = self.format.group
-            code_pairs = self.codes << 4 | self.codes >> 4  # this kernel takes the first code high
-            # Tiles of 16 inputs that a thread block reads: 2, 4 or 8.
-            tiles = math.gcd(self.in_features // 16, 8)
-            packed = torch.ops.aten._convert_weight_to_int4pack(code_pairs, tiles)
-        else:
-            if self.scheme in SCHEMES and cpu.reads_int8_faster(
-                self.out_features * self.in_features
-            ):
-                note_once(self.scheme, FASTER_INT8)
-            # Inductor lowers aten's own operator to this one, but loses the group size inside a
-            # region that is compiled once for many layers (torch 2.13).
-            self.operator = cpu.INT4_KERNEL
-            kernel = cpu.int4_kernel_on_ones
-            threads = torch.get_num_threads()
-            row_split = find_row_split(kernel, self.dtype, range(1, 65), threads)
-            self.use_kernel(row_split, num_outputs)
-            self.register_buffer("kernel_group", torch.tensor(self.format.group), persistent=False)
-            codes = torch.zeros(num_outputs, self.in_features, dtype=torch.int32)
-            for rows in row_chunks(*self.codes.shape):
-                codes[: self.out_features][rows] = formats.unpack_bits(self.codes[rows], 4)
-            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-            block = cpu.int4_block()
-            self.has_slices = block is not None and num_outputs % block.num_outputs == 0
-            self.free(*self.parts())
+        packed = self.pack_for_cuda() if device == "cuda" else self.pack_for_cpu(num_outputs)
         self.register_buffer("packed_codes", packed, persistent=False)
+
+    def pack_for_cuda(self) -> Tensor:
+        """The codes as the kernel takes them."""
+        self.operator = torch.ops.aten._weight_int4pack_mm
+        self.kernel_group = self.format.group
+        code_pairs = self.codes << 4 | self.codes >> 4  # this kernel takes the first code high
+        # Tiles of 16 inputs that a thread block reads: 2, 4 or 8.
+        tiles = math.gcd(self.in_features // 16, 8)
+        return torch.ops.aten._convert_weight_to_int4pack(code_pairs, tiles)
+
+    def pack_for_cpu(self, num_outputs: int) -> Tensor:
+        """The codes as the kernel takes them, of as many outputs; the stored parts are freed."""
+        if self.scheme in SCHEMES and cpu.reads_int8_faster(self.out_features * self.in_features):
+            note_once(self.scheme, FASTER_INT8)
+        self.operator = cpu.INT4_KERNEL
+        threads = torch.get_num_threads()
+        row_split = find_row_split(cpu.int4_kernel_on_ones, self.dtype, range(1, 65), threads)
+        self.use_kernel(row_split, num_outputs)
+        self.register_buffer("kernel_group", torch.tensor(self.format.group), persistent=False)
+        codes = torch.zeros(num_outputs, self.in_features, dtype=torch.int32)
+        for rows in row_chunks(*self.codes.shape):
+            codes[: self.out_features][rows] = formats.unpack_bits(self.codes[rows], 4)
+        block = cpu.int4_block()
+        self.has_slices = block is not None and num_outputs % block.num_outputs == 0
+        self.free(*self.parts())
+        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
 
     def product(self, x: Tensor) -> Tensor:
         on_cpu = x.device.type == "cpu"

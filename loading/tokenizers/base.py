@@ -16,20 +16,12 @@ from loading.plain_files import one_line
 
 # Tokens that end a turn or a text. A chat model stops at each, although its config often lists only
 # one.
-END_NAMES = (
-    "<|end_of_text|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|im_end|>",
-    "<|endoftext|>",
-    "<|end|>",
-    "<|end_of_turn|>",
-    "<end_of_turn>",
-    "<｜end▁of▁sentence｜>",
-)
+END_NAMES = """
+<|end_of_text|> <|eot_id|> <|eom_id|> <|im_end|> <|endoftext|> <|end|> <|end_of_turn|>
+<end_of_turn> <｜end▁of▁sentence｜>
+"""
 # In gpt-oss's vocabulary <|end|> ends a message, such as the analysis, and the answer follows.
 HARMONY_NAMES = {"<|call|>", "<|return|>"}
-HARMONY_END_NAMES = ("<|return|>", "<|call|>", "<|endoftext|>")
 
 
 # Two noncharacters, put inside a name, keep it from becoming a token.
@@ -90,7 +82,9 @@ class Runtime(ABC):
 
 def end_ids(ids: Mapping[str, int]) -> set[int]:
     """The tokens that end a turn or a text, of those with names."""
-    names = HARMONY_END_NAMES if ids.keys() >= HARMONY_NAMES else END_NAMES
+    names = END_NAMES.split()
+    if ids.keys() >= HARMONY_NAMES:
+        names = [*HARMONY_NAMES, "<|endoftext|>"]
     return {ids[name] for name in names if name in ids}
 
 
