@@ -232,7 +232,10 @@ def load_chat_template(
 
 
 def is_named_template(entry: object) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("name"), str) and "template" in entry
+    match entry:
+        case {"name": str(), "template": _}:
+            return True
+    return False
 
 
 def read_chat_template(file: Path, variables: dict[str, str]) -> ChatTemplate:

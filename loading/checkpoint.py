@@ -53,16 +53,17 @@ class Checkpoint:
         self.path = Path(path)
         self.adapter = None if adapter is None else Path(adapter)
         self.is_gguf = is_gguf(self.path)
-        if self.path.is_file() and not self.is_gguf:
-            plain_file(self.path, math.inf)  # refuses a Git LFS pointer
-            raise UserError(f"{self.path}: neither a folder nor a GGUF file")
-        if not self.is_gguf and not self.path.is_dir():
-            raise UserError(f"{self.path}: no such folder or GGUF file")
-        self.storage = Folder(self.path)
         if self.is_gguf:
             from loading.gguf_metadata import GgufModel
 
             self.storage = GgufModel(self.path)
+            return
+        if self.path.is_file():
+            plain_file(self.path, math.inf)  # refuses a Git LFS pointer
+            raise UserError(f"{self.path}: neither a folder nor a GGUF file")
+        if not self.path.is_dir():
+            raise UserError(f"{self.path}: no such folder or GGUF file")
+        self.storage = Folder(self.path)
 
     @classmethod
     def of(cls, checkpoint: "str | os.PathLike | Checkpoint") -> "Checkpoint":
@@ -185,9 +186,12 @@ class Checkpoint:
         ranks.check_same(self.fingerprints)
         allocate(model, device)
         total = sum(parameter.nbytes for parameter in model.parameters())
-        desc = f"load {self.path.name}"
         bar = tqdm(
-            total=total, unit="B", unit_scale=True, desc=desc, disable=None if progress else True
+            total=total,
+            unit="B",
+            unit_scale=True,
+            desc=f"load {self.path.name}",
+            disable=None if progress else True,
         )
         with bar, error_prefix(self.path):
             model = load_weights(model, source.tensors, ranks, pack, bar.update)

@@ -68,8 +68,7 @@ class Section(dict):
         value = default if self.get(key) is None else self[key]
         if value is None:
             raise UserError(f"config.json: {self.prefix}{key} is missing")
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not MIN_NUMBER < value < 1 / MIN_NUMBER:
+        if type(value) not in (int, float) or not MIN_NUMBER < value < 1 / MIN_NUMBER:
             raise self.refused(key, "must be a positive number, within float32's range")
         return float(value)
 

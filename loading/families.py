@@ -43,10 +43,10 @@ FIELDS = {
     "num_attention_heads": Field("attention.head_count", "n_heads", int),
     "num_key_value_heads": Field("attention.head_count_kv", "n_kv_heads", int),
     "head_dim": Field("attention.key_length", "head_dim", int),
-    "vocab_size": Field("", "vocab_size", int),
+    "vocab_size": Field(name="vocab_size", kind=int),
     "max_position_embeddings": Field("context_length", "max_seq_length", int),
     "rms_norm_eps": Field("attention.layer_norm_rms_epsilon", "norm_eps"),
-    "tie_word_embeddings": Field("", "tie_embeddings", bool),
+    "tie_word_embeddings": Field(name="tie_embeddings", kind=bool),
     # What config.py reads beside other keys.
     "rope_theta": Field("rope.freq_base"),
     "original_max_position_embeddings": Field("rope.scaling.original_context_length"),
@@ -80,10 +80,10 @@ EXPERT_FIELDS = {
     "num_experts": Field("expert_count", "n_experts", int, (0,)),
     "num_experts_per_tok": Field("expert_used_count", "experts_per_token", int),
     "moe_intermediate_size": Field("expert_feed_forward_length", "expert_dim", int),
-    "n_shared_experts": Field("expert_shared_count", "", int, (0,)),
-    "shared_expert_intermediate_size": Field("", "shared_dim", int, (0,)),
-    "first_k_dense_replace": Field("leading_dense_block_count", "", int, (0,)),
-    "decoder_sparse_step": Field("interleave_moe_layer_step", "", int),
+    "n_shared_experts": Field("expert_shared_count", kind=int, neutral=(0,)),
+    "shared_expert_intermediate_size": Field(name="shared_dim", kind=int, neutral=(0,)),
+    "first_k_dense_replace": Field("leading_dense_block_count", kind=int, neutral=(0,)),
+    "decoder_sparse_step": Field("interleave_moe_layer_step", kind=int),
     "routed_scaling_factor": Field("expert_weights_scale", "routed_scale", float, (1,)),
     "norm_topk_prob": Field("expert_weights_norm", "router_norm", bool),
 }
@@ -218,11 +218,11 @@ def llama_like(**differences: object) -> Family:
     for name, value in differences.items():
         if name in Family._fields:
             group = record
-        elif name in EXPERT_FIELDS or name in EXPERT_NAMES or name in LAYER_KEYS:
+        elif name in {*EXPERT_FIELDS, *EXPERT_NAMES, *LAYER_KEYS}:
             group = experts
         elif name in Config.__dataclass_fields__ and name not in FIELDS:
             group = fields
-        elif name in FIELDS or name in NEUTRAL or name in OTHER_KEYS:
+        elif name in {*FIELDS, *NEUTRAL, *OTHER_KEYS}:
             group = defaults
         else:
             raise TypeError(f"{name} is in no table of keys")

@@ -39,7 +39,9 @@ from weights.walker import named_linears
 
 HEAD = "lm_head"
 EMBEDDING = "model.embed_tokens"
-OWN_KEYS = {"head", "method", "kept"}  # beside "scheme" in a config.json's "quantization"
+# Beside "scheme" in a config.json's "quantization". "kept" lists matrices in full precision, which
+# the tensors show.
+OWN_KEYS = {"head", "method", "kept"}
 
 
 class Folder:
@@ -151,8 +153,6 @@ class OwnLayouts(NamedTuple):
 
     block_scheme: str | None
     head_scheme: str | None
-    # Our names of matrices in full precision, which scripts/tp_plan.py reads: tensors show them.
-    kept: tuple[str, ...] = ()
 
     is_fixed = True
     unused = ()
@@ -172,10 +172,8 @@ def own_layouts(hf: dict, file: Path) -> OwnLayouts:
             return OwnLayouts(None, None)
         case {"scheme": scheme, **rest} if scheme in schemes and rest.keys() <= OWN_KEYS:
             head_scheme = rest.get("head")
-            kept = rest.get("kept") or []
-            has_names = isinstance(kept, list) and all(isinstance(name, str) for name in kept)
-            if has_names and head_scheme in (None, *schemes):
-                return OwnLayouts(scheme, head_scheme, tuple(kept))
+            if head_scheme in (None, *schemes):
+                return OwnLayouts(scheme, head_scheme)
     raise UserError(
         f"{file}: quantization = {short_repr(entry)} is not supported; schemes:"
         f" {', '.join(schemes)}"

@@ -228,8 +228,8 @@ def rope_scaling(values: Mapping[str, object], tensors: Mapping[str, Blocks], hf
     scaling = {"rope_type": rope_type, "factor": factor}
     if rope_type == "yarn":
         scaling |= {name: values[key] for name, key in YARN.items() if key in values}
-        default = FAMILIES[hf["model_type"]].default_rope
-        scaling["truncate"] = default.get("truncate", True)
+        family = FAMILIES[hf["model_type"]]
+        scaling["truncate"] = family.default_rope.get("truncate", True)
         attention_factor = values.get("rope.scaling.yarn_attn_factor", 1)
         if attention_factor != 1:  # which says nothing
             scaling["attention_factor"] = attention_factor
@@ -404,10 +404,11 @@ class Vocabulary:
         self.adds_space = bool(keys.get("tokenizer.ggml.add_space_prefix", True))
         adds_by_default = self.model == "llama" or self.pre in ADDS_BOS
         self.adds_bos = bool(keys.get("tokenizer.ggml.add_bos_token", adds_by_default))
-        self.specials = {}
-        for role, id in special_ids(keys, *ROLES).items():
-            if 0 <= id < len(self.tokens):  # llama.cpp ignores others, which some files have
-                self.specials[ROLES[role]] = self.tokens[id]
+        self.specials = {
+            ROLES[role]: self.tokens[id]
+            for role, id in special_ids(keys, *ROLES).items()
+            if 0 <= id < len(self.tokens)  # llama.cpp ignores others, which some files have
+        }
 
     def _types(self) -> list[int]:
         """The type of every token, as llama.cpp corrects those of the file: names that end a turn

@@ -148,12 +148,13 @@ def load_parameters(
         module, _, part = name.rpartition(".")
         spec = shard_spec(module)
         linear = model.get_submodule(module)
-        stored_name = name if is_plain(name) else f"{module}.weight"
+        has_floats = is_plain(name)
+        stored_name = name if has_floats else f"{module}.weight"
         stored = [tensors[source] for source in sources(config, stored_name)]
-        if is_plain(name) or all(one.scheme == linear.scheme for one in stored):
+        if has_floats or all(one.scheme == linear.scheme for one in stored):
             targets = pieces(config, name, parameter, ranks)
             for number, (one, (_, rows)) in enumerate(zip(stored, targets, strict=True)):
-                values = one.weight(rows.dtype) if is_plain(name) else one.part(part)
+                values = one.weight(rows.dtype) if has_floats else one.part(part)
                 fill_shard(rows, values, spec, number, config, ranks, len(stored) == 1)
         elif part == "codes":
             quantize_into(linear, module, config, stored, ranks)

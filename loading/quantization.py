@@ -46,9 +46,8 @@ def choose_schemes(
 def plain_note(source: Source, schemes: Mapping[str, str | None]) -> str:
     """What a user should know of tensors that are stored quantized and load, with these schemes, as
     plain weights: no scheme holds them or what they are fused with, or they are an embedding."""
-    stored = [one for one in source.tensors.values() if not one.is_float]
     kept = {id(one) for name, scheme in schemes.items() if scheme for one in source.of(name)}
-    loose = [one for one in stored if id(one) not in kept]
+    loose = [one for one in source.tensors.values() if not (one.is_float or id(one) in kept)]
     if not loose:
         return ""
     num_bytes = 2 * sum(math.prod(one.shape) for one in loose)

@@ -42,10 +42,8 @@ def save_model(model: Transformer, checkpoint_dir: str | Path, hf: dict) -> None
     expected_tensors(model.config, model)  # refuses dtypes that no file can hold
     folder = Path(checkpoint_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").unlink(missing_ok=True)
-    single = folder / SINGLE_FILE
-    single.unlink(missing_ok=True)  # an earlier model's, and its index
-    (folder / INDEX_FILE).unlink(missing_ok=True)
+    for name in ("config.json", SINGLE_FILE, INDEX_FILE):  # an earlier model's
+        (folder / name).unlink(missing_ok=True)
     if quantized_linears(model):
         shards = names_by_shard(model)
         files = {}
@@ -53,7 +51,7 @@ def save_model(model: Transformer, checkpoint_dir: str | Path, hf: dict) -> None
             files |= write_tensors(folder / shard_name(number, len(shards)), model, names)
         write_index(folder, files)
     else:
-        write_tensors(single, model, [name for name, _ in model.named_parameters()])
+        write_tensors(folder / SINGLE_FILE, model, [name for name, _ in model.named_parameters()])
     write_config(folder, model, hf)
 
 

@@ -66,7 +66,7 @@ class Source(NamedTuple):
     def nearest(self) -> tuple[str | None, str]:
         """(scheme, reason) of tensors that no scheme holds: int8 rather than int4."""
         inexact = [(one.near, one.reason) for one in self.tensors.values() if one.near]
-        return max(inexact, key=lambda pair: (pair[0] == "int8", pair[1]), default=(None, ""))
+        return min(inexact, key=lambda pair: pair[0] != "int8", default=(None, ""))
 
 
 def in_floats(headers: Mapping[str, tuple], read: Callable[[str], Tensor]) -> dict[str, Stored]:

@@ -306,9 +306,12 @@ def copy_files(folder: Path, other: Path) -> None:
 
 def is_message(message) -> bool:
     """Is it a dict with a role that says or calls something?"""
-    if not isinstance(message, dict) or "role" not in message:
-        return False
-    return message.get("content") is not None or bool(message.get("tool_calls"))
+    match message:
+        case {"role": _, "content": content} if content is not None:
+            return True
+        case {"role": _, "tool_calls": calls}:
+            return bool(calls)
+    return False
 
 
 def conversation_ids(

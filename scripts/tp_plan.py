@@ -31,7 +31,7 @@ from loading.checkpoint import Checkpoint, find_layouts, read_config
 from loading.files import read_config_json
 from loading.folder import own_layouts
 from loading.models import check_shards, empty_model, same_schemes
-from loading.plain_files import is_gguf
+from loading.plain_files import is_gguf, short_repr
 from loading.quantization import choose_schemes
 from loading.stored import Source, Stored
 from loading.weight_names import sources
@@ -86,7 +86,10 @@ def storage(path: Path, quantize: str | None) -> Source:
     layouts = own_layouts(hf, file)
     schemes = same_schemes(config, layouts.block_scheme, layouts.head_scheme)
     linears = list(schemes)
-    schemes |= dict.fromkeys(layouts.kept)
+    kept = (hf.get("quantization") or {}).get("kept") or []
+    if not isinstance(kept, list) or not all(name in linears for name in kept):
+        raise UserError(f"{file}: quantization: kept = {short_repr(kept)} must list matrices")
+    schemes |= dict.fromkeys(kept)
     if layouts.block_scheme is None and find_layouts(hf) is not None:
         method = hf["quantization_config"]["quant_method"]
         if method == "mxfp4":  # of all experts of gpt-oss

@@ -75,8 +75,10 @@ class Stack(nn.Module):
         self.kernel = self.format.kernel if self.scheme else ""
         self.uses_words = self.kernel in ("int4", "mx")
         if any(getattr(linear, "scheme", None) != self.scheme for linear in linears):
-            reason = "on a GPU all of them need the same"
-            raise UserError(f"experts of a layer are stored in several formats; {reason}")
+            raise UserError(
+                "experts of a layer are stored in several formats; on a GPU all of them need the"
+                " same"
+            )
         self.register_parameter("bias", None)
         self.part_names = first.part_names if self.scheme else ("weight",)
         for name in self.part_names:
@@ -138,18 +140,14 @@ class Stack(nn.Module):
             if self.uses_words:
                 words = parts["codes"].flatten(0, 1)  # (n * out, words)
                 codes = gpu.unpack_words(words, format.bits)
-            values = [format.elements(code) for code in codes]
-            values = [value.view(n, out, -1) for value in values]
-            scale = format.group_scale(parts)
-            scale = scale.view(n, out, -1)
+            values = [format.elements(code).view(n, out, -1) for code in codes]
+            scale = format.group_scale(parts).view(n, out, -1)
             zero = parts.get("zero")
             y = gpu.paired_sums(values, x, group, scale, factor=format.factor, zero=zero)
         return self.add_bias(y, expert)
 
     def add_bias(self, y: Tensor, expert: Tensor) -> Tensor:
-        if self.bias is None:
-            return y
-        return y + self.bias[expert]
+        return y if self.bias is None else y + self.bias[expert]
 
     def multiply_grouped(self, x: Tensor, group_ends: Tensor, expert: Tensor) -> Tensor:
         """x (n, in), sorted by expert (n,), the rows of expert e ending before group_ends[e] -> (n,

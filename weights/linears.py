@@ -360,9 +360,6 @@ class Int4Linear(QuantizedLinear):
         return self.dtype != torch.float32
 
     operator = None  # set by `prepack` where a kernel fits
-    # A tensor on a CPU: Inductor lowers aten's own operator, which takes a number, to cpu's, but
-    # loses it inside a region that is compiled once for many layers (torch 2.13).
-    kernel_group: int | Tensor
     has_slices = False  # can a CPU unpack some outputs at a time?
 
     def prepack(self):
@@ -400,6 +397,8 @@ class Int4Linear(QuantizedLinear):
         threads = torch.get_num_threads()
         row_split = find_row_split(cpu.int4_kernel_on_ones, self.dtype, range(1, 65), threads)
         self.use_kernel(row_split, num_outputs)
+        # A tensor: Inductor lowers aten's own operator, which takes a number, to this one, but
+        # loses it inside a region that is compiled once for many layers (torch 2.13).
         self.register_buffer("kernel_group", torch.tensor(self.format.group), persistent=False)
         codes = torch.zeros(num_outputs, self.in_features, dtype=torch.int32)
         for rows in row_chunks(*self.codes.shape):

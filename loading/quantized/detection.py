@@ -71,8 +71,10 @@ class Layouts(NamedTuple):
         try:
             return self.read(self.override(self.settings, self.names(module)))
         except re.error as error:
-            pattern = f"{short_repr(error.pattern)} is no pattern of Python's re: {error}"
-            raise UserError(f"config.json: {ENTRY}: {pattern}") from None
+            raise UserError(
+                f"config.json: {ENTRY}: {short_repr(error.pattern)} is no pattern of Python's re:"
+                f" {error}"
+            ) from None
 
     def names(self, module: str) -> list[str]:
         """A module's name in a text model, and its names in a model that wraps one: writers use
@@ -237,8 +239,7 @@ def mlx_layout(settings: dict) -> Renamed:
         check(settings, entry, bits=(4,), group_size=(32,))
         return Renamed("mxfp4", names=floats.MLX_MXFP4)
     check(settings, entry, bits=MLX_BITS, group_size=MLX_GROUPS)
-    format = f"mlx{settings['bits']}-g{settings['group_size']}"
-    return Renamed(format, names=floats.MLX_AFFINE)
+    return Renamed(f"mlx{settings['bits']}-g{settings['group_size']}", names=floats.MLX_AFFINE)
 
 
 def awq_layout(settings: dict) -> Awq:

@@ -54,14 +54,12 @@ class IntegerLayout:
 
     def tensors(self, m: Matrix) -> dict[str, Expected]:
         groups = self.groups(m)
-        codes = (m.rows, self.words(m.columns))
         headers = {
-            self.key: (codes, WORDS),
+            self.key: ((m.rows, self.words(m.columns)), WORDS),
             self.scale_key: ((m.rows, groups), FLOATS),
         }
         if self.has_zeros:
-            zeros = (self.words(m.rows), groups)
-            headers[self.zero_key] = (zeros, WORDS)
+            headers[self.zero_key] = ((self.words(m.rows), groups), WORDS)
         if self.has_order:
             headers[self.order_key] = ((m.columns,), WORDS)
         if not self.inputs_first:
@@ -91,8 +89,7 @@ class IntegerLayout:
         """(out, groups), in [0, 2^bits). `offset` is added to every stored word."""
         if not self.has_zeros:
             return torch.full((m.rows, self.groups(m)), self.middle)
-        words = self.get(m, self.zero_key).T  # (groups, out * bits / 32)
-        words = words + offset
+        words = self.get(m, self.zero_key).T + offset  # (groups, out * bits / 32)
         zeros = unpack_bits(as_bytes(words), self.bits)
         return zeros[:, : m.rows].T
 
@@ -119,8 +116,7 @@ class IntegerLayout:
 
     def is_centred(self, m: Matrix) -> bool:
         """Is every zero point the middle code?"""
-        is_middle = self.zero_points(m) == self.middle
-        return bool(is_middle.all())
+        return bool((self.zero_points(m) == self.middle).all())
 
     def scheme(self, matrices: Collection[Matrix]) -> tuple[str, str]:
         is_centred = all(map(self.is_centred, matrices))
@@ -207,8 +203,7 @@ class Awq(IntegerLayout):
     Source: AutoAWQ, awq/modules/linear/gemm.py (from_linear) and awq/utils/packing_utils.py."""
 
     def tensors(self, m):
-        codes = (m.columns, self.words(m.rows))
-        return super().tensors(m) | {"qweight": (codes, WORDS)}
+        return super().tensors(m) | {"qweight": ((m.columns, self.words(m.rows)), WORDS)}
 
     def codes(self, m):
         codes = self.outputs(m.get("qweight")).T  # (in, out) -> (out, in)

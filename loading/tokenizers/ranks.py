@@ -143,9 +143,8 @@ def is_hunyuan(file: Path, settings: TokenizerSettings) -> bool:
     tokenizer_class = settings.get("tokenizer_class")
     model_type = settings.config.get("model_type")
     classes = (None, *LLAMA_CLASSES, *FAST_CLASSES)
-    if tokenizer_class == "HYTokenizer" or str(model_type).startswith("hunyuan"):
-        return True
-    if file.name == HUNYUAN_FILE:
+    is_named = tokenizer_class == "HYTokenizer" or str(model_type).startswith("hunyuan")
+    if is_named or file.name == HUNYUAN_FILE:
         return True
     if model_type not in (None, "llama") or tokenizer_class not in classes:
         raise UserError(

@@ -70,13 +70,14 @@ class SentencePieceRuntime(Runtime):
         scheme = settings.prepend_scheme()
         is_gguf = bool(settings.get("added_tokens_are_text"))
         is_llama = settings.get("tokenizer_class") in LLAMA_CLASSES or "legacy" in settings.values
-        if is_llama and not is_gguf:
+        is_llama = is_llama and not is_gguf  # as transformers reads it
+        if is_llama:
             self._space_at_start = scheme != "never"
             self._space_after_token = scheme == "always"
         else:
             self._space_at_start = has_dummy_prefix and (is_gguf or scheme != "never")
             self._space_after_token = self._space_at_start and is_gguf
-        self._space_before_space = is_gguf or not is_llama
+        self._space_before_space = not is_llama
         self.strip_first_space = self._space_at_start
 
     def encode(self, text: str, parse_special: bool = False) -> list[int]:

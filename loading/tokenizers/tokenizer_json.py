@@ -55,8 +55,7 @@ class TokenizersRuntime(Runtime):
             self.apart = model.normalizer.normalize_str(APART)
         self._model = model
         self._decoder = model.decoder or decoders.Replace("▁", " ")
-        first_text = self._decoder.decode(["▁a"])
-        self.strip_first_space = first_text == "a"
+        self.strip_first_space = self._decoder.decode(["▁a"]) == "a"
         self._set_leading_ids(settings.get("add_bos_token"))
 
     def _set_leading_ids(self, add_bos: bool | None) -> None:
