@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 
 from decoding.errors import UserError
+from loading.plain_files import short_repr
 
 
 class ContentError(UserError):
@@ -34,7 +35,7 @@ def join_parts(content: object) -> object:
                 texts.append(text)
             case _:
                 expected = '{"type": "text", "text": …} can be read'
-                raise ContentError(f"content holds {part!r:.99}; {expected}")
+                raise ContentError(f"content holds {short_repr(part)}; {expected}")
     return "".join(texts)
 
 
@@ -181,8 +182,8 @@ def check_read(messages: Iterable[Watched], roles: Iterable[str]) -> None:
             lost = f"content; the roles that it knows: {', '.join(roles)}"
         if lost is not None:
             raise LossError(
-                f"messages[{number}], role {values.get('role')!r:.99}: the chat template leaves"
-                f" out its {lost}"
+                f"messages[{number}], role {short_repr(values.get('role'))}: the chat template"
+                f" leaves out its {lost}"
             )
 
 

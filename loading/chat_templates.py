@@ -33,6 +33,7 @@ from loading.plain_files import (
     one_line,
     read_json,
     read_plain,
+    short_repr,
     utf8_text,
 )
 
@@ -90,7 +91,7 @@ class ChatTemplate:
         self.variables = variables
         self.for_tools = for_tools
         if not isinstance(source, str):
-            raise UserError(f"the chat template is no text, but {source!r:.99}")
+            raise UserError(f"the chat template is no text, but {short_repr(source)}")
         try:
             tree = ENVIRONMENT.parse(source)
             constants = [constant.value for constant in tree.find_all(nodes.Const)]
@@ -164,8 +165,8 @@ class ChatTemplate:
         if other == text:
             role = messages[number].get("role")
             raise LossError(
-                f"messages[{number}], role {role!r:.99}: the chat template leaves out its content;"
-                f" the roles that it knows: {', '.join(self.roles)}"
+                f"messages[{number}], role {short_repr(role)}: the chat template leaves out its"
+                f" content; the roles that it knows: {', '.join(self.roles)}"
             )
 
 

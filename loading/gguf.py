@@ -28,7 +28,7 @@ from torch import Tensor
 import loading.weight_names as weight_names
 from decoding.errors import UserError
 from loading.families import FAMILIES
-from loading.plain_files import GGUF_MAGIC, error_prefix, one_line
+from loading.plain_files import GGUF_MAGIC, error_prefix, one_line, short_repr
 from loading.stored import Source, Stored
 from weights.formats import dequantize_tensor, pack_bits, row_chunks
 
@@ -245,7 +245,7 @@ class Entries(dict):
             return default
         value = common_value(name, self[name])
         if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise UserError(f"{self.noun}{name} = {value!r:.60} must be a positive number")
+            raise UserError(f"{self.noun}{name} = {short_repr(value)} must be a positive number")
         return value
 
 
@@ -406,7 +406,7 @@ def common_value(key: str, value: object) -> object:
         return value
     if len(set(value)) != 1:
         raise UserError(
-            f"{key} = {value!r:.60} differs from layer to layer; supported: one value for all"
+            f"{key} = {short_repr(value)} differs from layer to layer; supported: one value for all"
             f" layers"
         )
     return value[0]
@@ -423,7 +423,8 @@ def model_type_of(keys: dict[str, object]) -> str:
             return model_type
     supported = ", ".join(sorted({family.arch for family in families.values()}))
     raise UserError(
-        f"general.architecture = {architecture!r:.60} is not supported; supported: {supported}"
+        f"general.architecture = {short_repr(architecture)} is not supported; supported:"
+        f" {supported}"
     )
 
 

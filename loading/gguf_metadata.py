@@ -33,7 +33,7 @@ from loading.gguf import (
     parts_of,
 )
 from loading.models import dtype_name
-from loading.plain_files import error_prefix
+from loading.plain_files import error_prefix, short_repr
 from loading.stored import Source
 from loading.tokenizers.ranks import LLAMA3_PATTERN, TEKKEN_PATTERN
 
@@ -103,8 +103,8 @@ def hf_config(model: GgufFile) -> dict:
     file_type = model.keys.get("general.type", "model")
     if file_type != "model":
         raise UserError(
-            f"general.type = {file_type!r:.60} is not supported; supported: model (--adapter takes"
-            " a LoRA adapter in PEFT's folder)"
+            f"general.type = {short_repr(file_type)} is not supported; supported: model (--adapter"
+            " takes a LoRA adapter in PEFT's folder)"
         )
     model_type = model_type_of(model.keys)
     family = FAMILIES[model_type]
@@ -167,7 +167,7 @@ def translated(values: Entries, tensors: Mapping[str, Blocks], family: Family) -
         if supported is not None and value not in supported:
             choice = supported[0] if supported else "only files without it"
             raise UserError(
-                f"{family.arch}.{key} = {value!r:.60} is not supported; supported: {choice}"
+                f"{family.arch}.{key} = {short_repr(value)} is not supported; supported: {choice}"
             )
         if supported is None and key in hf_keys:
             hf[hf_keys[key]] = value
@@ -224,7 +224,7 @@ def rope_scaling(values: Mapping[str, object], tensors: Mapping[str, Blocks], hf
             return {"rope_type": "default"}
         return llama3_scaling(tensors["rope_freqs.weight"], hf["head_dim"], hf["rope_theta"])
     if "rope_freqs.weight" in tensors:
-        raise UserError(f"rope.scaling.type = {rope_type!r:.60} next to rope_freqs.weight")
+        raise UserError(f"rope.scaling.type = {short_repr(rope_type)} next to rope_freqs.weight")
     scaling = {"rope_type": rope_type, "factor": factor}
     if rope_type == "yarn":
         scaling |= {name: values[key] for name, key in YARN.items() if key in values}
@@ -382,7 +382,7 @@ def special_ids(keys: Mapping[str, object], *roles: str) -> dict[str, int]:
     ids = {role: id for role, id in ids.items() if id is not None}
     for role, id in ids.items():
         if type(id) is not int:
-            raise UserError(f"tokenizer.ggml.{role}_token_id = {id!r:.60} is no token's id")
+            raise UserError(f"tokenizer.ggml.{role}_token_id = {short_repr(id)} is no token's id")
     return ids
 
 
@@ -484,7 +484,7 @@ class Vocabulary:
         """A byte-level BPE for the tokenizers library."""
         if str(self.pre) not in SPLITS:
             raise UserError(
-                f"tokenizer.ggml.pre = {self.pre!r:.60} is not supported; supported:"
+                f"tokenizer.ggml.pre = {short_repr(self.pre)} is not supported; supported:"
                 f" {', '.join(SPLITS)}"
             )
         splits = [
@@ -502,7 +502,7 @@ class Vocabulary:
         added_tokens = []
         for id, (token, token_type) in enumerate(zip(self.tokens, self.types)):
             if vocab.get(token, id) != id:
-                raise UserError(f"tokenizer.ggml.tokens holds {token!r:.60} twice")
+                raise UserError(f"tokenizer.ggml.tokens holds {short_repr(token)} twice")
             if token_type != UNUSED:
                 vocab[token] = id
             if token_type in (CONTROL, USER_DEFINED):
@@ -531,7 +531,9 @@ class Vocabulary:
         if bos is None:
             return None
         if bos not in vocab:
-            raise UserError(f"tokenizer.ggml.bos_token_id is that of an unused token, {bos!r:.60}")
+            raise UserError(
+                f"tokenizer.ggml.bos_token_id is that of an unused token, {short_repr(bos)}"
+            )
         sequence = {"Sequence": {"id": "A", "type_id": 0}}
         return {
             "type": "TemplateProcessing",
@@ -587,7 +589,8 @@ def write_files(path: Path, folder: Path) -> None:
     with error_prefix(path):
         if model not in ("gpt2", "llama"):
             raise UserError(
-                f"tokenizer.ggml.model = {model!r:.60} is not supported; supported: gpt2, llama"
+                f"tokenizer.ggml.model = {short_repr(model)} is not supported; supported: gpt2,"
+                " llama"
             )
         vocabulary = Vocabulary(keys)
         if model == "gpt2":

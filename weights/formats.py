@@ -118,6 +118,7 @@ class Format:
     #   "row_max"  any part of a row, given the row's largest |weight| as a second argument
     #   "rows"     full rows
     #   "matrix"   the full matrix as stored (q, k and v are one)
+    # No format here has one of the last two, which a fork's may.
     # If a rank's shard is smaller, the rank quantizes the full weight and keeps its shard. A
     # subclass that overrides `quantize` sets its own scope.
     scope: ClassVar[str] = "rows"

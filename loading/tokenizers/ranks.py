@@ -17,7 +17,7 @@ from typing import NamedTuple
 import tiktoken
 
 from decoding.errors import UserError
-from loading.plain_files import read_json
+from loading.plain_files import read_json, short_repr
 from loading.tokenizers.base import APART, Runtime, library_errors
 from loading.tokenizers.settings import LLAMA_CLASSES, TokenizerSettings
 
@@ -149,8 +149,8 @@ def is_hunyuan(file: Path, settings: TokenizerSettings) -> bool:
     if model_type not in (None, "llama") or tokenizer_class not in classes:
         raise UserError(
             f"{file}: ranks of tiktoken, which do not say how a text is split, for tokenizer_class"
-            f" = {tokenizer_class!r:.60} and model_type = {model_type!r:.60}; supported: those of"
-            " Llama 3 and Hunyuan; add the model's tokenizer.json"
+            f" = {short_repr(tokenizer_class)} and model_type = {short_repr(model_type)};"
+            " supported: those of Llama 3 and Hunyuan; add the model's tokenizer.json"
         )
     return False
 

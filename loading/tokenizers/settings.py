@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import AddedToken
 
 from decoding.errors import UserError
-from loading.plain_files import error_prefix, read_json
+from loading.plain_files import error_prefix, read_json, short_repr
 
 MAX_ID = 2**24  # real vocabularies stay far below
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # of an added token
@@ -33,7 +33,9 @@ def added_token(value: str | dict, special: bool = True) -> AddedToken:
     without a name."""
     token = value if isinstance(value, dict) else {"content": value}
     if not is_name(token.get("content")):
-        raise UserError(f"{value!r:.99} is no token: give its name, or an object with its content")
+        raise UserError(
+            f"{short_repr(value)} is no token: give its name, or an object with its content"
+        )
     flags = {flag: bool(token[flag]) for flag in FLAGS if flag in token}
     return AddedToken(token["content"], special=special, **flags)
 
@@ -126,7 +128,7 @@ class TokenizerSettings:
         file = self.folder / "added_tokens.json"
         for name, id in read_json(file).items():
             if type(id) is not int or id < 0:
-                raise UserError(f"{file}: {name!r:.99} = {id!r:.99} is no token's id")
+                raise UserError(f"{file}: {short_repr(name)} = {short_repr(id)} is no token's id")
             is_marker = name.startswith("<|") and name.endswith("|>")
             is_special = name in listed_names or is_marker or id >= self.model_vocab_size
             tokens[id] = {"content": name, "special": is_special}
@@ -160,8 +162,8 @@ class TokenizerSettings:
             ids = value if isinstance(value, list) else [value] * (value is not None)
             if not all(type(id) is int and 0 <= id < MAX_ID for id in ids):
                 raise UserError(
-                    f"{self.folder / file}: eos_token_id = {value!r:.99} must be a token's id or a"
-                    f" list of them"
+                    f"{self.folder / file}: eos_token_id = {short_repr(value)} must be a token's"
+                    " id or a list of them"
                 )
             eos_ids.update(ids)
         return eos_ids
