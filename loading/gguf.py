@@ -480,8 +480,9 @@ def in_blocks(source: Source, tensors: Mapping[str, Blocks]) -> Source:
     stored = {}
     for name in source.tensors:
         blocks = tensors[name]
-        scheme = blocks.block_type.scheme if len(blocks.shape) == 2 else None
-        kind = "" if blocks.block_type.dtype else blocks.block_type.name
+        block_type = blocks.block_type
+        scheme = block_type.scheme if len(blocks.shape) == 2 else None
+        kind = "" if block_type.dtype else block_type.name
         read = partial(blocks.__getitem__, slice(None))
         stored[name] = Stored(blocks.shape, scheme, blocks.part, read, kind)
     return source._replace(tensors=stored)

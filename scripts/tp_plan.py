@@ -75,6 +75,14 @@ def plan(
     }
 
 
+def kept_matrices(hf: dict, file: Path, linears: list[str]) -> list[str]:
+    """The matrices that a folder of ours keeps in full precision."""
+    kept = (hf.get("quantization") or {}).get("kept") or []
+    if not isinstance(kept, list) or not all(name in linears for name in kept):
+        raise UserError(f"{file}: quantization: kept = {short_repr(kept)} must list matrices")
+    return kept
+
+
 def storage(path: Path, quantize: str | None) -> Source:
     """What is stored in a folder, in a GGUF file or, by its config.json alone, in a folder without
     tensors. UserError if only the tensors show it, and neither tensors nor `quantize` are there."""
@@ -86,10 +94,7 @@ def storage(path: Path, quantize: str | None) -> Source:
     layouts = own_layouts(hf, file)
     schemes = same_schemes(config, layouts.block_scheme, layouts.head_scheme)
     linears = list(schemes)
-    kept = (hf.get("quantization") or {}).get("kept") or []
-    if not isinstance(kept, list) or not all(name in linears for name in kept):
-        raise UserError(f"{file}: quantization: kept = {short_repr(kept)} must list matrices")
-    schemes |= dict.fromkeys(kept)
+    schemes |= dict.fromkeys(kept_matrices(hf, file, linears))
     if layouts.block_scheme is None and find_layouts(hf) is not None:
         method = hf["quantization_config"]["quant_method"]
         if method == "mxfp4":  # of all experts of gpt-oss

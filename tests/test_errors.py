@@ -416,7 +416,7 @@ BUGS = {  # a function that a fork broke; the flags with which it runs
     "the command line": ("cli.main.read_prompts", []),
     "a model's loader": ("loading.target.load_model", []),
     "a config's reader": ("loading.checkpoint.config_from_hf", []),
-    "a folder's reader": ("loading.checkpoint.open_tensors", []),
+    "a folder's reader": ("loading.folder.open_tensors", []),
     "weights": ("loading.checkpoint.load_weights", []),
     "a tokenizer's settings": ("loading.tokenizer.TokenizerSettings", []),
     "a chat template": ("loading.tokenizer.load_chat_template", []),
