@@ -159,6 +159,29 @@ class Unnormalized(ModelDraft):
         return Draft(tokens, 2 * q)
 
 
+class OneNumber(ModelDraft):
+    """Draws all tokens of a row with one number."""
+
+    def draw(self, state, h, pos, bias=0.0):
+        with mock.patch.object(state, "noise", self.noise_of(state)):
+            super().draw(state, h, pos, bias)
+
+    @staticmethod
+    def noise_of(state):
+        noise = type(state).noise
+        first = state.pos[:, None] + 1
+        return lambda pos, purpose: noise(state, first.expand_as(pos), purpose)
+
+
+class NumberOfTheLast(OneNumber):
+    """Draws with the number of the last decided token."""
+
+    @staticmethod
+    def noise_of(state):
+        noise = type(state).noise
+        return lambda pos, purpose: noise(state, pos - 1)
+
+
 class WritesText(Parrot):
     """Into the last decided token."""
 
@@ -191,6 +214,8 @@ MISTAKES = {
         "drawn and then replaced or dropped|so it was not drawn",
     ),
     "says another": (of_model(SaysAnother), "drawn and then replaced or dropped"),
+    "one number": (of_model(OneNumber), "drafted token 1 where drafted token 0 is .* used twice"),
+    "number of the last": (of_model(NumberOfTheLast), "where the last decided token is"),
     "not normalized": (of_model(Unnormalized), "q sums to 2"),
     "forgets": (forgets, "since their tokens were rejected"),
     "shares a row": (SharesARow, "its draft depends on other rows"),

@@ -37,6 +37,7 @@ NUM_TOKENS = 12  # of each
 TAIL = 3  # its first tokens, whose joint law is known
 NUM_RECOMPUTED = 24  # rows of rounds
 MAX_OUTCOMES = 128  # that are enumerated
+MAX_VALUES = 8  # of a token, after which the next ones are counted: its most frequent
 
 # ---------------------------------------------------------------------------------------- records
 
@@ -142,8 +143,8 @@ def check_drafter(
       context's end.
     - At a fixed K, the text of one prompt is that of speculative.speculate, sampled too.
     - A sampled row is what its prompt alone gives.
-    - What `propose` returns has the right shapes, and each token is drawn from its q: by the sums
-      of what is drawn, against Bernstein's inequality.
+    - What `propose` returns has the right shapes, and each token is drawn from its q, whatever was
+      drawn before it: by the sums of what is drawn, against Bernstein's inequality.
     - The text has the target's law: exactly, by enumerating a round, and in a sample, by a
       chi-square test. This takes a target of at most 5 tokens.
     - q is what the drafter reports for the same text without anything in its caches; with
@@ -427,10 +428,30 @@ def check_draws(rounds: Sequence[Round]) -> None:
         drawn = torch.tensor([row.tokens[i] for row in reached])
         law = torch.stack([row.q[i].double() for row in reached])  # (n, V)
         check_sums(f"drafted token {i}, {len(reached)} draws", drawn, law, "q", depth)
+        check_draws_after(reached, i, drawn, law, depth)
+
+
+def check_draws_after(
+    reached: Sequence[DraftedRow], i: int, drawn: Tensor, law: Tensor, depth: int
+) -> None:
+    """Token i is drawn from its q after each value of each token before it too: of those of its
+    draft, and of the last decided one. Noise that serves two tokens ties one to the other, and each
+    of them alone still follows its q."""
+    num_cases = depth * (depth + 1) // 2 * law.size(1)  # the values that are left out as well
+    for j in range(-1, i):
+        before = torch.tensor([row.tokens[j] if j >= 0 else row.text[-1] for row in reached])
+        which = "the last decided token" if j < 0 else f"drafted token {j}"
+        values, counts = before.unique(return_counts=True)
+        for value in values[counts.argsort(descending=True)][:MAX_VALUES].tolist():
+            rows = before == value
+            case = f"drafted token {i} where {which} is {value}, {int(rows.sum())} draws"
+            check_sums(case, drawn[rows], law[rows], "q", num_cases)
 
 
 def check_sums(case: str, drawn: Tensor, law: Tensor, name: str, num_cases: int = 1) -> None:
-    """Each id is drawn (n,) as often as its laws (n, V) say, and so is the likeliest of each."""
+    """Each id is drawn (n,) as often as its laws (n, V) say, and so is the likeliest of each. All
+    `num_cases` checks of this kind together refuse a correct drafter with a probability of
+    FALSE_ALARM."""
     V = law.size(1)
     cases = {f"id {id}": (drawn == id, law[:, id]) for id in range(V)}
     cases["the likeliest id"] = (drawn == law.argmax(1), law.amax(1))
@@ -441,7 +462,8 @@ def check_sums(case: str, drawn: Tensor, law: Tensor, name: str, num_cases: int 
             f"{case}: {which} came {int(hits.sum())} times, and its {name} says {p.sum():.1f}"
             f" ({z:+.1f} standard deviations; p-value {value:.1g}). Look for tokens that are drawn"
             f" and then replaced or dropped, for another temperature or filter than the sampling's,"
-            f" and for noise that is used twice",
+            f" and for noise that is used twice, as one number for several tokens of a row: each"
+            f" takes that of its own position, batch.noise(pos, DRAFT_DRAW)",
         )
 
 
