@@ -15,10 +15,12 @@ from test_drafts import any_drafter, tiny_drafter
 from test_quantize import FORKED, SCHEMES
 from test_speculative import DropsTheUnlikely, Poison
 
+import decoding.sampling as sampling
 import speculative
 from decoding.kv_8bit import Fp8Cache, Int8Cache
-from drafts.base import Draft, ModelDraft
+from drafts.base import Draft, Drafter, ModelDraft
 from drafts.eagle import EagleDraft, EagleModel
+from drafts.hidden_states import AuxHiddenStates
 from drafts.hybrid import HybridDraft
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft
@@ -27,7 +29,8 @@ from drafts.target_layers import WindowedTarget, layer_subset
 from model import KVCache, Transformer
 from speculative import Rule, accept
 from tests.conformance import check_cache, check_drafter, check_family, check_format, check_rule
-from tests.conformance.targets import V, pair, tiny
+from tests.conformance.drafters import check_caches, check_newest_state
+from tests.conformance.targets import V, hidden_states, pair, tiny
 from weights.formats import FORMATS, Symmetric
 from weights.linears import QuantizedLinear
 
@@ -84,6 +87,7 @@ DRAFTERS = {
 
 
 @pytest.mark.one_in(5)
+@pytest.mark.filterwarnings("ignore:check_drafter. without `twin`")
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_drafters_conform(kind):
     check_drafter(DRAFTERS[kind])
@@ -104,8 +108,94 @@ def model_twin(target: Transformer):
 def test_a_twin_replaces_the_recomputation():
     target, _ = pair()
     check_drafter(DRAFTERS["model"], target, twin=model_twin(target))
-    with pytest.raises(AssertionError, match="from q in float64"):
+    with pytest.raises(AssertionError, match="from q by `twin`"):
         check_drafter(DRAFTERS["layers"], target, twin=model_twin(target))
+
+
+class Heads(Drafter):
+    """As Medusa's, which read the state that leaves the last layer, normed."""
+
+    layer = -1
+    num_back = 1  # positions before the last decided token
+
+    def __init__(self, target):
+        super().__init__()
+        config = target.config
+        generator = torch.Generator().manual_seed(0)
+        self.heads = torch.randn(3, config.vocab_size, config.dim, generator=generator) / 3
+        self.heads = self.heads.to(target.norm.weight.dtype)
+        self.ids = range(3)
+
+    def setup(self, state, k_max, target, maybe_compile):
+        super().setup(state, k_max, target, maybe_compile)
+        self.norm = target.model.norm
+        layer = [*range(target.model.config.n_layers + 1)][self.layer]
+        states = AuxHiddenStates(target.B, target.S + target.slack, self.norm.weight)
+        target.caches = target.caches._replace(aux_hidden_states={layer: states})
+        self.register_buffer("states", states.x, persistent=False)  # (B, S, D)
+
+    def propose(self, batch, plan):
+        pos = batch.pos[:, None] + torch.arange(1, plan.k + 1)  # (B, K)
+        before = (batch.pos - self.num_back).clamp(0, self.states.size(1) - 1)
+        h = self.norm(self.states[torch.arange(len(pos)), before])  # (B, D)
+        logits = self.logits(h, plan.k)  # (B, K, V)
+        q = sampling.distribution(logits, batch.sampling_path, batch.values)
+        return Draft(sampling.draw(q, batch.noise(pos, sampling.DRAFT_DRAW)), q)
+
+    def logits(self, h, k):
+        return torch.stack([h @ self.heads[i].mT for i in self.ids[:k]], dim=1)
+
+
+class NoNorm(Heads):
+    def setup(self, *args):
+        super().setup(*args)
+        self.norm = torch.nn.Identity()
+
+
+class OtherOrder(Heads):
+    def __init__(self, target):
+        super().__init__(target)
+        self.ids = (2, 1, 0)
+
+
+class OtherLayer(Heads):
+    layer = -2
+
+
+class OneBack(Heads):
+    num_back = 2
+
+
+class NoTemperature(Heads):
+    def logits(self, h, k):
+        return 3 * super().logits(h, k)
+
+
+def heads_twin():
+    target = pair()[0].double()
+    heads = Heads(target)
+
+    def twin(tokens, drafted, sampling):
+        h = target.norm(hidden_states(target, tokens[:-1])[-1, -1])  # (D,)
+        return sampling.probs((heads.heads[: len(drafted)] @ h).float()).double()
+
+    return twin
+
+
+def test_a_twin_sees_how_hidden_states_are_read():
+    check_drafter(Heads, twin=heads_twin())
+    for wrong in (NoNorm, OtherOrder, OtherLayer, OneBack, NoTemperature):
+        with pytest.raises(
+            AssertionError, match=r"from q by `twin`.* norm .* order, .* temperature"
+        ):
+            check_caches(wrong, pair()[0], 3, heads_twin())
+
+
+def test_without_a_twin_the_newest_state_has_to_be_read():
+    with pytest.warns(UserWarning, match="without `twin`"):
+        check_newest_state(Heads, pair()[0], 3, None)
+    with pytest.raises(AssertionError, match="whatever the newest of them are"):
+        check_drafter(OneBack)
 
 
 class OneAhead(EagleModel):

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from decoding.engine import Engine
 from decoding.sampling import Sampling
@@ -70,6 +71,22 @@ def texts_of(engine: Engine, prompts: Sequence[Sequence[int]], **settings) -> li
     for row, id in engine.generate(prompts, **settings):
         texts[row].append(id)
     return texts
+
+
+@torch.inference_mode()
+def hidden_states(model: Transformer, tokens: Sequence[int]) -> Tensor:
+    """The states (L + 1, T, D) of these tokens in one pass without caches, in the model's dtype. As
+    in drafts/hidden_states.py state 0 is the embedding, and the last one is not normed."""
+    states = []
+
+    def record(module, inputs):
+        states.append(inputs[0][0])  # (1, T, D) -> (T, D)
+
+    handles = [part.register_forward_pre_hook(record) for part in (*model.layers, model.norm)]
+    model(torch.tensor([tokens]), torch.arange(len(tokens)))
+    for handle in handles:
+        handle.remove()
+    return torch.stack(states)
 
 
 @contextlib.contextmanager
