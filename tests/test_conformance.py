@@ -5,6 +5,7 @@ The kit's statistical checks refuse a correct drafter with a probability below 1
 fixed. Each mistake must be refused by a message that says where it shows.
 """
 
+from typing import ClassVar
 from unittest import mock
 
 import pytest
@@ -26,7 +27,14 @@ from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft
 from drafts.suffix import SuffixDraft
 from drafts.target_layers import WindowedTarget, layer_subset
-from model import KVCache, Transformer
+from model import (
+    AttentionKernel,
+    AttentionMask,
+    KVCache,
+    Transformer,
+    attend,
+    attention_mask,
+)
 from speculative import Rule, accept
 from tests.conformance import check_cache, check_drafter, check_family, check_format, check_rule
 from tests.conformance.drafters import check_caches, check_newest_state
@@ -463,6 +471,69 @@ class Lends(Ring):
     keeps_prefixes = True
 
 
+class LongRing(Ring):
+    LENGTH = 64
+
+
+class SinksAndRing(Ring):
+    """The first positions of a text stay, and the last ones go round behind them."""
+
+    FIRST = 4
+    LENGTH = FIRST + Ring.WINDOW - 1 + 16
+    cleared_to: ClassVar = {"key_pos": -1}
+    by_position = ("k", "v", "key_pos")
+
+    def __init__(self, B, G, S, E, dtype, device):
+        KVCache.__init__(self, B, G, self.LENGTH + 1, E, dtype, device)
+        self.register_buffer("key_pos", torch.full((B, 1, self.LENGTH + 1), -1), persistent=False)
+
+    def update(self, k, v, pos):
+        in_ring = self.FIRST + (pos - self.FIRST) % (self.LENGTH - self.FIRST)
+        place = torch.where(pos < self.FIRST, pos, in_ring)
+        is_parked = pos >= self.parked_pos
+        place = torch.where(is_parked, self.LENGTH, place)
+        key_pos = torch.where(is_parked, -1, pos)
+        self.write(place, k=k, v=v, key_pos=key_pos[:, None])
+        self.pos = pos
+
+    def attend(self, q, visible, sinks=None):
+        B, H = q.shape[:2]
+        key_pos = self.key_pos[:B, 0]
+        mask = attention_mask(self.pos, key_pos, self.WINDOW)  # (B, 1, T, LENGTH + 1)
+        is_first = (key_pos < self.FIRST)[:, None, None]
+        mask = mask | attention_mask(self.pos, key_pos, None) & is_first
+        mask = mask & (key_pos >= 0)[:, None, None]
+        keys = AttentionKernel().prepare(AttentionMask(mask, None), H // self.k.size(1), q.dtype)
+        return attend(q, self.k[:B], self.v[:B], keys.mask, sinks)
+
+    def clear(self, row, begin, end):
+        KVCache.clear(self, row, 0, self.LENGTH + 1)
+
+
+class NoSinks(SinksAndRing):
+    """All positions go round."""
+
+    FIRST = 0
+
+
+class OneShort(SinksAndRing):
+    LENGTH = SinksAndRing.LENGTH - 1
+
+
+class ClearedToZero(SinksAndRing):
+    """An empty place holds position 0."""
+
+    cleared_to: ClassVar = {}
+
+
+class Remembers(SinksAndRing):
+    """A sink too many."""
+
+    def attend(self, q, visible, sinks=None):
+        with mock.patch.object(self, "FIRST", self.FIRST + 1):
+            return super().attend(q, visible, sinks)
+
+
 class WrongRow(KVCache):
     """Reads the first rows, whatever rows run."""
 
@@ -474,6 +545,13 @@ class WrongRow(KVCache):
 RING = {"windows": [Ring.WINDOW]}
 
 
+def sees(query, key):
+    return key < SinksAndRing.FIRST or query - key < Ring.WINDOW
+
+
+SINKS = {"windows": [None], "sees": sees}
+
+
 @pytest.mark.parametrize(
     "cache, options",
     [
@@ -482,6 +560,7 @@ RING = {"windows": [Ring.WINDOW]}
         (Fp8Cache, {"tolerance": 0.1}),
         (Ring, RING),
         (LastPlaces, RING),
+        (SinksAndRing, SINKS),
     ],
     ids=lambda case: getattr(case, "__name__", ""),
 )
@@ -493,6 +572,11 @@ def test_caches_conform(cache, options):
     "cache, options, message",
     [
         (ShortRing, RING, "as in a ring that is too short"),
+        (LongRing, RING, "Give the kit a subclass with a shorter ring"),
+        (NoSinks, SINKS, r"sees 0 to \d.* without position 0:"),
+        (OneShort, SINKS, "as in a ring that is too short"),
+        (ClearedToZero, SINKS, "cleared for another text.* more keys and values of 0"),
+        (Remembers, SINKS, "with position 4, which it must not see"),
         (Lends, RING, "A beginning that was copied from another slot"),
         (Unparked, RING, "Rows without a text, which write from parked_pos on, beside others"),
         (WrongRow, {}, r"row 1 at position \d+.* what `attend` reads for each row"),

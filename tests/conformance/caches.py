@@ -3,8 +3,9 @@
 Pair        a cache beside what it should hold, in float64, by position
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,39 +23,72 @@ def check_cache(
     cls: type[KVCache],
     *,
     windows: Sequence[int | None] = (None, 6),
+    sees: Callable[[int, int], bool] | None = None,
     chunk: int = 16,
     tolerance: float = 1e-5,
 ) -> None:
     """Check a class like model.KVCache against attention in float64, on a CPU in float32.
 
-    windows: those that its layers may have; a cache that keeps the last n positions alone has one.
+    windows: those that its layers may have, which `of` finds in spec.config.windows[spec.layer]; a
+    cache that keeps the last n positions alone has one. sees(query, key): does the query at one
+    position see the key at another, up to its own? By default all of them, or those of the window.
     chunk: the most positions that a pass writes, at least 8. tolerance: what an output may be off,
     as a share of the largest |value|: codes of 8 bits need about 0.03, and 0.1 as floats.
 
     Prompts in chunks, decoding steps and rounds of 1 and K + 1 rows that stand elsewhere, a round
     that rejected its drafts, writes out of order, padding, slots that are cleared and used again,
     beginnings that are copied from another slot, rows without a text, some of the rows alone, and
-    learned sinks."""
+    learned sinks.
+
+    A class with keeps_prefixes = False is refused if it has dropped nothing of the kit's short
+    texts: give it a subclass with a shorter ring."""
+    has_dropped = cls.keeps_prefixes
     with one_thread():
         for window in windows:
             for scenario in SCENARIOS:
-                pair = Pair(cls, window, tolerance, f"{scenario.__doc__} window {window}")
+                case = f"{scenario.__doc__} window {window}"
+                pair = Pair(cls, sees or in_window(window), window, tolerance, case)
                 scenario(pair, chunk)
+                has_dropped |= pair.has_dropped
+    if not has_dropped:
+        raise AssertionError(
+            f"{cls.__name__} says keeps_prefixes = False, and no place of it was written by two"
+            f" positions, so what it drops was not checked. Give the kit a subclass with a shorter"
+            f" ring: its texts have up to {S} positions, and its passes {chunk}"
+        )
+
+
+def in_window(window: int | None) -> Callable[[int, int], bool]:
+    """Which key a query sees, both by position."""
+    return lambda query, key: window is None or query - key < window
 
 
 class Pair:
     """A cache of B rows, and its twin: keys and values by row and position."""
 
-    def __init__(self, cls: type[KVCache], window: int | None, tolerance: float, case: str):
+    def __init__(
+        self,
+        cls: type[KVCache],
+        sees: Callable[[int, int], bool],
+        window: int | None,
+        tolerance: float,
+        case: str,
+    ):
         sizes = {"n_heads": H, "n_kv_heads": G, "head_dim": E, "n_layers": 1}
         model = tiny(0, **sizes, windows=(window,))
         self.cache = model.make_caches(B, S + SLACK, cls, parked_pos=S).layers[0]
         self.cls = cls
+        self.sees = sees
         self.window = window
         self.tolerance = tolerance
         self.case = case
         self.held: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(B)]
         self.generator = torch.Generator().manual_seed(0)
+        self.has_dropped = False  # was a place written by two positions of a text?
+        # What is stored by place, and the positions that all passes which changed a number have
+        # written: from the first to the second (B, G, …).
+        buffers = (x for x in self.cache.buffers() if x.dim() > 2 and len(x) == B)
+        self.stored = [(x, torch.zeros(x.shape), torch.full(x.shape, math.inf)) for x in buffers]
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator)
@@ -67,11 +101,25 @@ class Pair:
         cache = self.cache
         if len(rows) < B:
             cache = row_view(self.cache, rows.start, rows.stop)
+        before = [x.clone() for x, _, _ in self.stored]
         cache.update(k, v, pos)
+        self.watch(before, pos, rows)
         for i, row in enumerate(rows):
             for t, position in enumerate(pos[i].tolist()):
                 self.held[row][position] = (k[i, :, t].double(), v[i, :, t].double())
         return cache
+
+    def watch(self, before: list[Tensor], pos: Tensor, rows: range) -> None:
+        """See whether a pass over pos (rows, T) has changed what passes over other positions had
+        written; `before` it the buffers were these."""
+        for old, (x, first, last) in zip(before, self.stored, strict=True):
+            for row, begin, end in zip(rows, pos[:, 0].tolist(), pos[:, -1].tolist()):
+                if begin >= S:
+                    continue
+                is_changed = x[row].float() != old[row].float()
+                first[row][is_changed] = first[row][is_changed].clamp(min=begin)
+                last[row][is_changed] = last[row][is_changed].clamp(max=end)
+                self.has_dropped |= bool((first[row] > last[row]).any())
 
     def step(
         self,
@@ -103,28 +151,48 @@ class Pair:
         got: Tensor,
         sinks: Tensor | None,
     ) -> None:
-        first = 0 if self.window is None else max(0, position - self.window + 1)
-        seen = range(first, position + 1)
+        seen = [key for key in range(position + 1) if self.sees(position, key)]
         error = self.error(row, seen, q, got, sinks)
         if error <= self.tolerance:
             return
-        reason = (
-            "Look at `update`'s place of a position, at what `attend` reads for each row, and at"
-            " what an earlier text or a rejected draft left there"
+        raise AssertionError(
+            f"{self.cls.__name__}: {self.case}: in a pass of {T} positions, row {row} at position"
+            f" {position}, which sees {ranges(seen)}: attention is off by {error:.2g} of the"
+            f" largest value, more than {self.tolerance}. {self.reason(row, seen, q, got, sinks)}"
         )
+
+    def reason(
+        self,
+        row: int,
+        seen: list[int],
+        q: Tensor,
+        got: Tensor,
+        sinks: Tensor | None,
+    ) -> str:
+        """What may be wrong, by what `got` would be right for."""
         if not got.isfinite().all():
-            reason = "Masked places must be finite: 0 * NaN = NaN"
+            return "Masked places must be finite: 0 * NaN = NaN"
         for missing in seen if len(seen) > 1 else ():
             others = [p for p in seen if p != missing]
             if self.error(row, others, q, got, sinks) <= self.tolerance:
-                reason = (
+                return (
                     f"It is that without position {missing}: was its place written again before the"
                     f" last query that needs it, as in a ring that is too short?"
                 )
-        raise AssertionError(
-            f"{self.cls.__name__}: {self.case}: in a pass of {T} positions, row {row} at position"
-            f" {position}, which sees {first} to {position}: attention is off by {error:.2g} of the"
-            f" largest value, more than {self.tolerance}. {reason}"
+        for extra in range(max(seen)):
+            if extra in seen or extra not in self.held[row]:
+                continue
+            if self.error(row, [*seen, extra], q, got, sinks) <= self.tolerance:
+                return f"It is that with position {extra}, which it must not see"
+        for number in range(1, S):
+            if self.error(row, seen, q, got, sinks, num_empty=number) <= self.tolerance:
+                return (
+                    f"It is that with {number} more keys and values of 0: empty places are seen."
+                    f" `of` marks them in new buffers, and `cleared_to` says what `clear` writes"
+                )
+        return (
+            "Look at `update`'s place of a position, at what `attend` reads for each row, and at"
+            " what an earlier text or a rejected draft left there"
         )
 
     def error(
@@ -134,17 +202,20 @@ class Pair:
         q: Tensor,
         got: Tensor,
         sinks: Tensor | None,
+        num_empty: int = 0,
     ) -> float:
-        """The difference of got (H, E) from attention of q (H, E) over the positions seen, as a
-        share of the largest value."""
-        parts = zip(*(self.held[row][position] for position in seen), strict=True)
+        """The difference of got (H, E) from attention of q (H, E) over the positions seen and
+        `num_empty` places of zeros, as a share of the largest value."""
+        nothing = torch.zeros(G, E, dtype=torch.float64)
+        held = [self.held[row][position] for position in seen]
+        parts = zip(*held, *[(nothing, nothing)] * num_empty, strict=True)
         keys, values = (torch.stack(part, dim=1) for part in parts)  # (G, n, E)
         keys = keys.repeat_interleave(H // G, 0)  # (H, n, E)
         values = values.repeat_interleave(H // G, 0)
         scores = (keys @ q.double()[..., None])[..., 0] / math.sqrt(E)  # (H, n)
         if sinks is not None:
             scores = torch.cat((scores, sinks.double()[:, None]), dim=1)
-        shares = scores.softmax(1)[:, : len(seen)]
+        shares = scores.softmax(1)[:, : keys.size(1)]
         want = (shares[:, None] @ values)[:, 0]  # (H, E)
         error = (got.double() - want).abs().max() / values.abs().max()
         return error.nan_to_num(math.inf).item()
@@ -158,6 +229,16 @@ class Pair:
         """Clear a slot, as an engine does before its next text."""
         self.cache.clear(row, 0, S)
         self.held[row] = {}
+        for _, first, last in self.stored:
+            first[row] = 0
+            last[row] = math.inf
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in words, such as 0 to 3 and 7 to 12."""
+    runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    ends = [[number for _, number in run] for _, run in runs]
+    return " and ".join(f"{run[0]} to {run[-1]}" for run in ends)
 
 
 def chunks_steps_and_rounds(pair: Pair, chunk: int) -> None:
