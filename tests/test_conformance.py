@@ -5,11 +5,13 @@ The kit's statistical checks refuse a correct drafter with a probability below 1
 fixed. Each mistake must be refused by a message that says where it shows.
 """
 
+import math
 from typing import ClassVar
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import BASE, FAMILIES, config_json
 from test_caches import Ring
 from test_drafts import any_drafter, tiny_drafter
@@ -18,6 +20,7 @@ from test_speculative import DropsTheUnlikely, Poison
 
 import decoding.sampling as sampling
 import speculative
+from decoding.errors import UserError
 from decoding.kv_8bit import Fp8Cache, Int8Cache
 from drafts.base import Draft, Drafter, ModelDraft
 from drafts.eagle import EagleDraft, EagleModel
@@ -27,6 +30,7 @@ from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft
 from drafts.suffix import SuffixDraft
 from drafts.target_layers import WindowedTarget, layer_subset
+from exact.products import RowSplit
 from model import (
     AttentionKernel,
     AttentionMask,
@@ -38,9 +42,12 @@ from model import (
 from speculative import Rule, accept
 from tests.conformance import check_cache, check_drafter, check_family, check_format, check_rule
 from tests.conformance.drafters import check_caches, check_newest_state
+from tests.conformance.formats import check_experts
 from tests.conformance.targets import V, hidden_states, pair, tiny
-from weights.formats import FORMATS, Symmetric
-from weights.linears import QuantizedLinear
+from weights.cpu import PlainWeights
+from weights.experts import Stack
+from weights.formats import FORMATS, Format, Int4, Symmetric
+from weights.linears import KERNELS, QuantizedLinear
 
 # --------------------------------------------------------------------------------------- drafters
 
@@ -655,6 +662,37 @@ class Rolled(Symmetric):
         return super().dequantize(parts | {"codes": parts["codes"].roll(-1, 1)})
 
 
+class Blocks(Format):
+    """Blocks of 64 inputs with a scale each, of which `group` says nothing."""
+
+    def shapes(self, rows, columns):
+        num_blocks = math.ceil(columns / 64)
+        return {
+            "codes": ((rows, columns), torch.int8),
+            "scale": ((rows, num_blocks), torch.float32),
+        }
+
+    def quantize(self, w):
+        blocks = F.pad(w, (0, -w.size(1) % 64)).unflatten(1, (-1, 64))
+        scale = blocks.abs().amax(-1) / 127 + 1e-12
+        codes = (blocks / scale[..., None]).round().to(torch.int8)
+        return {"codes": codes.flatten(1)[:, : w.size(1)], "scale": scale}
+
+    def dequantize(self, parts):
+        codes = parts["codes"].float()
+        scale = parts["scale"].repeat_interleave(64, 1)
+        return codes * scale[:, : codes.size(1)]
+
+
+class Refuses(Blocks):
+    """Says itself which sizes it takes."""
+
+    def shapes(self, rows, columns):
+        if columns % 64:
+            raise UserError(f"{columns} inputs are no multiple of 64")
+        return super().shapes(rows, columns)
+
+
 @pytest.mark.parametrize(
     "format_class, message",
     [
@@ -663,11 +701,75 @@ class Rolled(Symmetric):
         (Inverse, "dequantize does not invert quantize"),
         (Rolled, "by columns dequantizes to other weights"),
         (ByColumn, "the first dimension is that of the 48 rows"),
+        (Blocks, r"over 2 ranks, \d+ each, with group = 0: .* `group` says how many"),
     ],
 )
 def test_wrong_formats_are_refused(format_class, message):
     with pytest.raises(AssertionError, match=message):
         check_format(format_class(8))
+
+
+def test_blocks_of_ones_own_are_refused_or_stated():
+    check_format(Refuses(8))
+    check_format(Blocks(8, 64))
+
+
+class OwnKernel(QuantizedLinear):
+    """Decodes the codes for every product, in the rows that the processor's products take."""
+
+    def prepack(self):
+        like = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
+        self.use_kernel(PlainWeights.find_row_split(like), self.out_features)
+
+    def product(self, x):
+        return self.run_kernel(x) if self.is_packed else super().product(x)
+
+    def kernel(self, x):
+        return F.linear(x, self.dequantized(x.dtype))
+
+
+class Claims(OwnKernel):
+    """That a row has the same bits in up to 256, and sums otherwise from 2 rows on."""
+
+    def prepack(self):
+        self.use_kernel(RowSplit((1,), 256), self.out_features)
+
+    def product(self, x):
+        y = super().product(x)
+        if not self.is_packed or len(x) == 1:
+            return y
+        halves = zip(x.chunk(2, 1), self.dequantized(x.dtype).chunk(2, 1), strict=True)
+        return sum(F.linear(*half) for half in halves)
+
+
+def with_own_kernel(monkeypatch, linear_class) -> Format:
+    monkeypatch.setitem(KERNELS, "own", linear_class)
+    return Int4(4, 32, kernel="own")
+
+
+def test_a_kernel_of_ones_own_conforms_in_experts_too(monkeypatch):
+    check_format(with_own_kernel(monkeypatch, OwnKernel))
+
+
+def test_a_false_claim_of_equal_rows_is_refused(monkeypatch):
+    with pytest.raises(AssertionError, match="has other bits than alone, and batch_invariant"):
+        check_format(with_own_kernel(monkeypatch, Claims))
+
+
+def test_a_kernel_that_nobody_has_is_refused():
+    with pytest.raises(AssertionError, match="'nope' is not in weights"):
+        check_format(Int4(4, 32, kernel="nope"))
+
+
+def test_experts_of_wrong_codes_are_refused(monkeypatch):
+    """Those of the expert before."""
+    monkeypatch.setattr(
+        Stack,
+        "chosen",
+        lambda self, expert: {name: getattr(self, name)[expert - 1] for name in self.part_names},
+    )
+    with pytest.raises(AssertionError, match=r"rows: output .* times what rounding may do"):
+        check_experts(FORMATS["int4-g32"], "int4-g32")
 
 
 def test_a_wrong_kernel_is_refused(monkeypatch):

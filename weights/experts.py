@@ -22,6 +22,8 @@ from weights.formats import release_memory
 
 # Up to this many rows gather the chosen experts' weights; more rows are grouped by expert.
 MAX_GATHERED_ROWS = 16
+# Of Format.kernel: codes that gathered products read. Those of another kernel are dequantized.
+READ_KERNELS = ("int8", "codes", "int4", "mx")
 
 LIBRARY.define("experts(Tensor x, Tensor logits, Tensor handle) -> Tensor")
 
@@ -129,7 +131,7 @@ class Stack(nn.Module):
 
         format = self.format
         n_inputs = x.size(1)
-        group = (format.group or n_inputs) if self.kernel else None
+        group = (format.group or n_inputs) if self.kernel in READ_KERNELS else None
         if group is None or n_inputs % group:
             values = self.weights(torch.float32, expert)
             y = gpu.paired_sums([values], x, n_inputs)

@@ -10,17 +10,21 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from decoding.errors import UserError
 from loading.checkpoint import load_model
 from loading.config import config_from_hf
 from loading.models import random_model
 from loading.saving import save_model
 from tests.conformance.drafters import check
+from weights.experts import Stack
 from weights.formats import FORMATS, Format, Int4, dequantize_tensor, quantize_tensor
-from weights.linears import QuantizedLinear
+from weights.linears import KERNELS, QuantizedLinear
 from weights.walker import named_linears
 
 ROWS = 48
 WORLDS = (2, 4)  # ranks that shards are cut for
+ODD_COLUMNS = (160, 320, 640)  # whose cuts are 40, 80, 160 and 320 inputs: no multiples of 64 or 32
+NUM_ROWS = 9  # of a batch whose rows are compared with each alone
 
 
 def check_format(fmt: Format) -> None:
@@ -28,11 +32,13 @@ def check_format(fmt: Format) -> None:
 
     - `shapes` says what `quantize` returns, quantizing twice gives the same bits, and dequantized
       weights are nearer to the weights than zeros are.
-    - Parts cut by rows, and by full groups of inputs, dequantize to the same cut of the matrix.
-      `scope` is true: quantizing what it names gives the same parts.
+    - Parts cut by rows, and by full groups of inputs, dequantize to the same cut of the matrix, at
+      any input where `group` is 0. `scope` is true: quantizing what it names gives the same parts.
     - A model in this format, saved and loaded, has the same bits.
     - Products of 1 to 300 rows in float32 and bfloat16, packed and not, are those of the
-      dequantized weights up to rounding.
+      dequantized weights up to rounding. A row has the same bits in as many rows as the kernel says
+      (`batch_invariant_rows`).
+    - So are products with the matrices of chosen experts, as a GPU's step multiplies them.
     """
     with registered(fmt) as scheme:
         w = weights(ROWS, num_columns(fmt))
@@ -41,10 +47,12 @@ def check_format(fmt: Format) -> None:
         check_round_trip(fmt, w, parts)
         for world in WORLDS:
             check_shards(fmt, parts, world)
+        check_odd_cuts(fmt, scheme)
         check_scope(fmt, w, parts)
         check_files(fmt, scheme)
         for dtype in (torch.float32, torch.bfloat16):
             check_kernel(scheme, dtype)
+        check_experts(fmt, scheme)
 
 
 @contextlib.contextmanager
@@ -169,6 +177,26 @@ def check_shards(fmt: Format, parts: dict[str, Tensor], world: int) -> None:
             )
 
 
+def check_odd_cuts(fmt: Format, scheme: str) -> None:
+    """Cuts that tp.py allows, because they split no group that the format states. UserError of
+    `shapes` or `quantize` refuses a size."""
+    for columns in ODD_COLUMNS:
+        for world in WORLDS:
+            if fmt.group and columns // world % fmt.group:
+                continue
+            case = f"{columns} inputs over {world} ranks, {columns // world} each"
+            try:
+                parts = quantize_tensor(weights(ROWS, columns), scheme)
+                check_shards(fmt, parts, world)
+            except UserError:
+                continue
+            except (AssertionError, RuntimeError, ValueError, IndexError) as error:
+                raise AssertionError(
+                    f"{case}, with group = {fmt.group}: {error}. If neighbouring inputs share a"
+                    f" scale, `group` says how many, and tp.py refuses to divide them"
+                ) from error
+
+
 def check_scope(fmt: Format, w: Tensor, parts: dict[str, Tensor]) -> None:
     """Quantizing a piece of the scope's size gives the parts of the whole."""
     rows, columns = w.shape
@@ -228,13 +256,58 @@ def check_files(fmt: Format, scheme: str) -> None:
 
 
 def check_kernel(scheme: str, dtype: torch.dtype) -> None:
+    kernel = FORMATS[scheme].kernel
+    check(
+        kernel in ("", "codes", *KERNELS),
+        f"kernel = {kernel!r} is not in weights.linears.KERNELS, which has {', '.join(KERNELS)}",
+    )
     for rows in (ROWS, 40):  # 40: no multiple of what a kernel wants
         linear = biased_linear(rows, dtype, num_columns(FORMATS[scheme]))
         plain = QuantizedLinear.from_float(linear, scheme)
         packed = QuantizedLinear.from_float(linear, scheme)
         packed.pack()
+        check_equal_rows(packed, dtype)
         for found in (plain, packed):
             check_products(linear, scheme, lambda xs, found=found: [found(x[None])[0] for x in xs])
+
+
+def check_equal_rows(linear: QuantizedLinear, dtype: torch.dtype) -> None:
+    """A row has the same bits alone and among others, up to the number of rows that the kernel
+    claims, so that drafted text is called identical."""
+    num_rows = min(linear.batch_invariant_rows, NUM_ROWS)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(num_rows, linear.in_features, generator=generator).to(dtype)
+    alone = [linear(row[None]) for row in x]
+    for n in range(2, num_rows + 1):
+        for row, got in enumerate(linear(x[:n])):
+            check(
+                same_bits(got, alone[row][0]),
+                f"{linear.scheme}, {dtype}: row {row} of {n} has other bits than alone, and"
+                f" batch_invariant_rows = {linear.batch_invariant_rows}. `use_kernel` takes the"
+                f" RowSplit that exact.products.find_row_split has found for this kernel",
+            )
+
+
+def check_experts(fmt: Format, scheme: str) -> None:
+    """Products of a row each with its expert's matrix (weights/experts.py), eagerly, by what
+    `Format.kernel` says of the codes."""
+    linears = [biased_linear(ROWS, torch.float32, num_columns(fmt)) for _ in range(3)]
+    for number, linear in enumerate(linears):
+        linear.weight.mul_(number + 1)
+    stack = Stack([QuantizedLinear.from_float(linear, scheme) for linear in linears])
+    for number, linear in enumerate(linears):
+
+        def products(inputs, number=number):
+            chosen = [torch.full((len(x),), number) for x in inputs]
+            return [stack.multiply_gathered(x, e) for x, e in zip(inputs, chosen, strict=True)]
+
+        try:
+            check_products(linear, scheme, products)
+        except (RuntimeError, AttributeError, KeyError) as error:
+            raise AssertionError(
+                f"experts in {scheme}, whose kernel is {fmt.kernel!r}: {error}. weights/experts.py"
+                f" reads codes by the name of a kernel; one of its own is dequantized"
+            ) from error
 
 
 def biased_linear(rows: int, dtype: torch.dtype, columns: int = 256) -> nn.Linear:
