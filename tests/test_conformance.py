@@ -435,6 +435,30 @@ class OfTheBatch(Typical):
         return p > p.mean(dim=0).amax(-1, keepdim=True)
 
 
+class KeepsAll(Rule):
+    """A draft in place of the target."""
+
+    def keep(self, draft_tokens, q, p, u):
+        return torch.ones_like(u, dtype=torch.bool)
+
+    def expected(self, p, q):
+        return torch.ones(q.shape[:2])
+
+
+class ComparesWithItself(KeepsAll):
+    """With a share of p, which is 0 where p is."""
+
+    def keep(self, draft_tokens, q, p, u):
+        p = p.gather(2, draft_tokens[..., None])[..., 0]
+        return p >= p / 2
+
+
+class DrawsFromTheDraft(Typical):
+    def next_law(self, p, q):
+        has_draft = q.amax(dim=-1, keepdim=True) > 0
+        return torch.where(has_draft, q, p)
+
+
 @pytest.mark.parametrize(
     "rule, message",
     [
@@ -443,6 +467,10 @@ class OfTheBatch(Typical):
         (Hopes(), "`auto` and reports would go by a wrong number"),
         (KeepsWhatIsNoDraft(), "of a draft of 1 tokens, behind which q is 0, up to 2 are kept"),
         (OfTheBatch(), "what it keeps depends on other rows"),
+        (KeepsAll(), "at temperature 0, of the draft .* p of decided token 0 is 0"),
+        (ComparesWithItself(), "p of decided token 0 is 0"),
+        (DrawsFromTheDraft(), "greedy text would change"),
+        (Typical, "is no instance of speculative.Rule"),
     ],
     ids=lambda case: type(case).__name__ if isinstance(case, Rule) else "",
 )

@@ -3,6 +3,7 @@
 import itertools
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from decoding.sampling import INVALID, draw
@@ -23,10 +24,16 @@ def check_rule(rule: Rule) -> None:
     - A row whose q is zero has no draft: nothing of it is kept, and its token is the one that plain
       decoding draws with the same number. So it is behind the end of a draft.
     - `expected` is how often a token that was drawn from q is kept.
+    - A token whose p is 0 is neither kept nor drawn: at temperature 0 p is 1 for one token, and 0
+      for what top_k or a grammar excludes.
     - A target that is not finite gives INVALID.
     - With `is_lossless`, a round of two tokens has the target's law, by chi-square tests of 200,000
       of them, which refuse a correct rule with a probability below 1e-6.
     """
+    check(
+        isinstance(rule, Rule),
+        f"{rule!r} is no instance of speculative.Rule, such as Typical() of a class Typical(Rule)",
+    )
     generator = torch.Generator().manual_seed(0)
     drafted, q, p = random_rounds(generator)
     noise = (torch.rand(N, K, generator=generator), torch.rand(N, K + 1, generator=generator))
@@ -34,6 +41,7 @@ def check_rule(rule: Rule) -> None:
     check_values(n, token)
     check_rows_alone(rule, drafted, q, p, noise, n, token)
     check_without_draft(rule, drafted, q, p, noise)
+    check_impossible(rule, drafted, q, p, noise)
     check_invalid(rule, drafted, q, p, noise)
     check_expected(rule, drafted, q, p, noise)
     for _ in range(NUM_LAWS if rule.is_lossless else 0):
@@ -113,6 +121,29 @@ def check_without_draft(rule, drafted, q, p, noise) -> None:
         "in rows without a draft, whose q is 0, the token is not the one that plain decoding draws:"
         " `next_law` must be p there",
     )
+
+
+def check_impossible(rule, drafted, q, p, noise) -> None:
+    excluded = p.clone()
+    excluded[:, :K].scatter_(2, drafted[..., None], 0)
+    targets = {
+        "at temperature 0": F.one_hot(p.argmax(-1), V).float(),
+        "where the target excludes each drafted token": excluded / excluded.sum(-1, keepdim=True),
+    }
+    for case, p in targets.items():
+        n, token = rule.decide(drafted, q, p, noise)
+        text = torch.cat((drafted, token[:, None]), dim=1)  # (N, K + 1)
+        text.scatter_(1, n[:, None], token[:, None])
+        is_decided = torch.arange(K + 1) <= n[:, None]
+        is_impossible = p.gather(2, text[..., None])[..., 0] == 0  # (N, K + 1)
+        row, i = divmod((is_decided & is_impossible).long().argmax().item(), K + 1)
+        check(
+            not bool((is_decided & is_impossible).any()),
+            f"{case}, of the draft {drafted[row].tolist()} {n[row]} tokens are kept and"
+            f" {token[row]} is drawn, and p of decided token {i} is 0. Neither `keep` nor"
+            f" `next_law` may let it pass: greedy text would change, and what a grammar forbids be"
+            f" written",
+        )
 
 
 def check_invalid(rule, drafted, q, p, noise) -> None:
