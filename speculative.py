@@ -341,9 +341,9 @@ def verify(
     drafted_pos = state.pos[:, None] + torch.arange(1, K + 1, device=p.device)  # (B, K)
     noise = (state.noise(drafted_pos, ACCEPT), to_draw)  # (B, K), (B, K + 1)
     rule = state.verification
-    if isinstance(rule, str):
+    if isinstance(rule, bool):
         # Deciding about whole blocks gains nothing where tokens are the likeliest ones.
-        block = rule == "block" and state.sampling_path != GREEDY
+        block = rule and state.sampling_path != GREEDY
         n, token = accept(draft_tokens, draft_probs, p, noise=noise, block=block)  # (B,), (B,)
         overlap = torch.minimum(p[:, :K], draft_probs).sum(dim=-1)  # (B, K) L, corollary 3.6
     else:

@@ -8,7 +8,9 @@ from decoding.errors import UserError
 from decoding.settings import DEFAULT_K
 
 CACHE_NAMES = ("model", "int8", "fp8")  # decoding/kv_8bit.py has the latter two
-VERIFICATIONS = ("block", "token")
+# What speculative.accept knows -> does it decide about whole blocks? Another rule has no name: it
+# is an instance of a speculative.Rule.
+VERIFICATIONS = {"block": True, "token": False}
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,13 @@ class EngineOptions:
             raise UserError("fixed_width_steps needs a speculate_k that is a number, not 'auto'")
         if k != "auto" and not (isinstance(k, int) and k >= 0):
             raise UserError(f"speculate_k = {k!r} must be a number of tokens from 0 on, or 'auto'")
-        is_rule = hasattr(self.verification, "decide")
-        if not is_rule and self.verification not in VERIFICATIONS:
-            names = " or ".join(VERIFICATIONS)
-            raise UserError(f"verification = {self.verification!r} must be {names}")
+        rule = self.verification
+        is_rule = hasattr(rule, "decide") and not isinstance(rule, type)
+        if not is_rule and rule not in [*VERIFICATIONS]:
+            names = ", ".join(VERIFICATIONS)
+            raise UserError(
+                f"verification = {rule!r} must be {names}, or an instance of a speculative.Rule"
+            )
         num_logprobs = 0 if self.logprobs is None else self.logprobs
         if not (isinstance(num_logprobs, int) and num_logprobs >= 0):
             raise UserError(f"logprobs = {num_logprobs!r} must be a number of tokens, from 0 on")

@@ -25,6 +25,8 @@ from cli.report import RowStatistics
 from decoding.costs import Costs, costs_at, expected_tokens
 from decoding.draft_length import DraftLength
 from decoding.engine import Engine
+from decoding.errors import UserError
+from decoding.options import VERIFICATIONS, EngineOptions
 from decoding.planner import Step
 from decoding.sampling import (
     ACCEPT,
@@ -1116,7 +1118,7 @@ def test_draft_length_leaves_and_comes_back():
         assert [length.choose() for _ in range(6)] == want
 
 
-@pytest.mark.parametrize("verification", ["block", "token"])
+@pytest.mark.parametrize("verification", VERIFICATIONS)
 def test_the_engines_option_decides_how_sampled_tokens_are_verified(
     margins, verification, monkeypatch
 ):
@@ -1132,7 +1134,7 @@ def test_the_engines_option_decides_how_sampled_tokens_are_verified(
         target, 1, 60, drafter=ModelDraft(draft), speculate_k=3, verification=verification
     )
     rows_of(target, PROMPTS[:1], engine=engine, sampling=Sampling(1), max_new_tokens=12)
-    assert blocks == {verification == "block"}
+    assert blocks == {VERIFICATIONS[verification]}
 
 
 class KeepsAll(Rule):
@@ -1165,8 +1167,14 @@ def test_a_rule_of_ones_own_decides_what_is_kept(margins):
     assert figures["greedy_text"] == "lossy" and figures["alpha"] == pytest.approx(1.0)
     plain = Engine(target, 1, 60, drafter=ModelDraft(draft), speculate_k=k)
     assert rows_of(target, PROMPTS[:1], engine=plain, max_new_tokens=n) != [want]
-    with pytest.raises(ValueError, match=r"verification = 'all' must be block or"):
-        Engine(target, 1, 60, verification="all")
+
+
+@pytest.mark.parametrize("rule", ["typical", KeepsAll, None, ["block"]])
+def test_what_is_no_rule_is_refused_in_one_line(rule):
+    """A class too, whose first round would fail in a call of a method without an instance."""
+    with pytest.raises(UserError, match=r"or an instance of a speculative.Rule$") as refusal:
+        EngineOptions(verification=rule)
+    assert str(refusal.value).startswith(f"verification = {rule!r} must be block, token")
 
 
 def test_theory_against_simulation_and_sums():
