@@ -44,7 +44,7 @@ from drafts.translated import SAMPLE_TEXT
 from drafts.vocabulary import ids_by_string, translate
 from loading.checkpoint import load_model
 from loading.config import config_from_hf
-from loading.draft_types import draft_type_of
+from loading.draft_types import TYPE_BY_KEY, draft_type_of
 from loading.options import SPECS, DraftOptions, ModelOptions
 from loading.target import Target
 from loading.tokenizer import load_tokenizer
@@ -733,7 +733,7 @@ def test_compiled_rounds(kind, compile_prompts):
 # ------------------------------------------------------------------------------ folders and flags
 
 
-def test_a_config_says_what_its_folder_is():
+def test_a_config_says_what_its_folder_is(monkeypatch):
     assert draft_type_of(LAYER) == "model" and draft_type_of({**LAYER, "pard_token": 5}) == "pard"
     assert draft_type_of(SAFEAI) == draft_type_of(SPECULATORS) == "eagle3"
     assert (
@@ -741,12 +741,9 @@ def test_a_config_says_what_its_folder_is():
         == "eagle3"
     )
     assert draft_type_of({**LAYER, "dflash_config": {}}) == "dflash"
-    for key, value in (
-        ("speculators_model_type", "dspark"),
-        ("medusa_num_heads", 4),
-        ("markov_rank", 256),
-    ):
-        with pytest.raises(ValueError, match=key):
+    monkeypatch.setitem(TYPE_BY_KEY, "nobodys_key", "Nobody's")
+    for key, value in (("speculators_model_type", "nobodys"), ("nobodys_key", 4)):
+        with pytest.raises(ValueError, match=f"{key} = .* makes it a .* draft; supported: model"):
             draft_type_of({**LAYER, key: value})
     for mask in (V, -1, True, "x", 1.5):
         with pytest.raises(ValueError, match="pard_token"):
