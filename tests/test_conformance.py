@@ -743,14 +743,23 @@ def test_blocks_of_ones_own_are_refused_or_stated():
 
 
 class OwnKernel(QuantizedLinear):
-    """Decodes the codes for every product, in the rows that the processor's products take."""
+    """Keeps the codes, and decodes them for every product. docs/fork.md points here."""
+
+    reads_codes_on_cpu = True
 
     def prepack(self):
+        if self.codes.device.type != "cpu":
+            return super().prepack()
         like = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
         self.use_kernel(PlainWeights.find_row_split(like), self.out_features)
 
     def product(self, x):
-        return self.run_kernel(x) if self.is_packed else super().product(x)
+        if not self.is_packed or x.device.type != "cpu":
+            return super().product(x)
+        if not torch.compiler.is_compiling():
+            return self.run_kernel(x)
+        # Inductor may sum in another order than the one that was probed.
+        return torch.ops.quickdraft.packed_product(x, self.handle, self.kernel_outputs, x.dtype)
 
     def kernel(self, x):
         return F.linear(x, self.dequantized(x.dtype))
@@ -777,6 +786,16 @@ def with_own_kernel(monkeypatch, linear_class) -> Format:
 
 def test_a_kernel_of_ones_own_conforms_in_experts_too(monkeypatch):
     check_format(with_own_kernel(monkeypatch, OwnKernel))
+
+
+def test_a_kernel_of_ones_own_rounds_alike_compiled(monkeypatch):
+    monkeypatch.setitem(FORMATS, "own", with_own_kernel(monkeypatch, OwnKernel))
+    linear = torch.nn.Linear(256, 64, bias=False).requires_grad_(False)
+    quantized = QuantizedLinear.from_float(linear, "own")
+    quantized.pack()
+    assert quantized.held_bytes("cpu") == quantized.stored_bytes < linear.weight.nbytes / 4
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(torch.compile(quantized)(x), quantized(x))
 
 
 def test_a_false_claim_of_equal_rows_is_refused(monkeypatch):

@@ -2,7 +2,7 @@
 tests that know of lists pass on it, and so does what each fork brings, which runs the conformance
 kit.
 
-    drafter.diff    Medusa's heads on the target's last state
+    drafter.diff    Medusa's heads on the target's last state, in a folder
     family.diff     tests for examples/k2_horizon.diff, a family that transformers does not have
     format.diff     weights of -scale, 0 and scale
     cache.diff      the keys of a window in a ring, which marks empty places
@@ -10,6 +10,7 @@ kit.
 """
 
 import os
+import re
 import subprocess
 import sys
 
@@ -49,6 +50,14 @@ def run_tests(folder, names) -> subprocess.CompletedProcess:
     # Not the environment of this run's own worker.
     env = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST")}
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+
+
+def test_the_page_shows_lines_of_a_fork():
+    page = (ROOT / "docs" / "fork.md").read_text()
+    (code,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    diff = (ROOT / "tests" / "forks" / "drafter.diff").read_text()
+    added = [line[1:] for line in diff.splitlines(keepends=True) if line.startswith("+")]
+    assert code in "".join(added)
 
 
 @pytest.mark.attack
