@@ -267,12 +267,11 @@ class Unnormalized(ModelDraft):
 class OneNumber(ModelDraft):
     """Draws all tokens of a row with one number."""
 
-    def draw(self, state, h, pos, bias=0.0):
+    def draw(self, state, *args):
         with mock.patch.object(state, "noise", self.noise_of(state)):
-            super().draw(state, h, pos, bias)
+            super().draw(state, *args)
 
-    @staticmethod
-    def noise_of(state):
+    def noise_of(self, state):
         noise = type(state).noise
         first = state.pos[:, None] + 1
         return lambda pos, purpose: noise(state, first.expand_as(pos), purpose)
@@ -281,10 +280,17 @@ class OneNumber(ModelDraft):
 class NumberOfTheLast(OneNumber):
     """Draws with the number of the last decided token."""
 
-    @staticmethod
-    def noise_of(state):
+    def noise_of(self, state):
         noise = type(state).noise
         return lambda pos, purpose: noise(state, pos - 1)
+
+
+class NumberOfTheTarget(OneNumber):
+    """Draws with the number that draws the target's token in its place."""
+
+    def noise_of(self, state):
+        noise = state.noise
+        return lambda pos, purpose: noise(pos)
 
 
 class WritesText(Parrot):
@@ -321,6 +327,7 @@ MISTAKES = {
     "says another": (of_model(SaysAnother), "drawn and then replaced or dropped"),
     "one number": (of_model(OneNumber), "drafted token 1 where drafted token 0 is .* used twice"),
     "number of the last": (of_model(NumberOfTheLast), "where the last decided token is"),
+    "number of the target": (of_model(NumberOfTheTarget), "numbers that draw the target's tokens"),
     "not normalized": (of_model(Unnormalized), "q sums to 2"),
     "forgets": (forgets, "since their tokens were rejected"),
     "shares a row": (SharesARow, "its draft depends on other rows"),

@@ -15,6 +15,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ import speculative
 from decoding.draft_length import DraftLength
 from decoding.engine import Engine
 from decoding.prefill import next_prompt, prefill_draft
-from decoding.sampling import Sampling
+from decoding.sampling import ACCEPT, PLAIN_DRAW, Sampling
 from drafts.base import Draft, Drafter
 from model import Transformer
 from speculative import speculate
@@ -51,6 +52,7 @@ class Round(NamedTuple):
     texts: list[list[int]]  # of each row up to its last decided token; [] where it is done
     tokens: list[list[int]]  # (B, K)
     q: Tensor  # (B, K, V)
+    purposes: frozenset[int]  # of the noise that it took
 
 
 class OwnDraft(Drafter):
@@ -75,8 +77,16 @@ def recorded(drafter_class: type[Drafter]) -> type[Drafter]:
         def propose(self, batch, plan):
             lengths = (batch.pos + 1).masked_fill(batch.done, 0).tolist()
             texts = [row[:n].tolist() for row, n in zip(batch.tokens, lengths)]
-            tokens, q = super().propose(batch, plan)
-            self.seen.append(Round(texts, tokens.tolist(), q.clone()))
+            noise = batch.noise
+            purposes = set()
+
+            def noted(pos, purpose=PLAIN_DRAW):
+                purposes.add(purpose)
+                return noise(pos, purpose)
+
+            with mock.patch.object(batch, "noise", noted):
+                tokens, q = super().propose(batch, plan)
+            self.seen.append(Round(texts, tokens.tolist(), q.clone(), frozenset(purposes)))
             return Draft(tokens, q)
 
     return Recorded
@@ -147,7 +157,8 @@ def check_drafter(
     - At a fixed K, the text of one prompt is that of speculative.speculate, sampled too.
     - A sampled row is what its prompt alone gives.
     - What `propose` returns has the right shapes, and each token is drawn from its q, whatever was
-      drawn before it: by the sums of what is drawn, against Bernstein's inequality.
+      drawn before it: by the sums of what is drawn, against Bernstein's inequality. The numbers for
+      it are not the target's.
     - The text has the target's law: exactly, by enumerating a round, and in a sample, by a
       chi-square test. This takes a target of at most 5 tokens.
     - q is what the drafter reports for the same text without anything in its caches; with
@@ -468,6 +479,12 @@ def check_proposals(rounds: Sequence[Round], num_ids: int) -> None:
             shape == (B, K, num_ids) and each.q.is_floating_point(),
             f"propose returned q {each.q.dtype} {shape} instead of float ({B}, {K}, {num_ids}), for"
             f" B rows, K tokens and the target's vocabulary",
+        )
+        check(
+            not each.purposes & {PLAIN_DRAW, ACCEPT},
+            "`propose` takes numbers that draw the target's tokens, or keep the draft's, so that"
+            " the draft and what becomes of it depend on each other: batch.noise(pos, DRAFT_DRAW)"
+            " are its own",
         )
     for row in drafted_rows(rounds):
         for i, (token, law) in enumerate(zip(row.tokens[: row.n], row.q.tolist())):
