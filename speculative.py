@@ -9,7 +9,7 @@ distribution.
     Rule                            a decision of your own in place of `accept`
 
 This file works on logits, distributions and token ids. Drafters are in drafts/, the draft length in
-decoding/draft_length.py. Ranks appear only as `state.broadcast`.
+decoding/draft_length.py. Ranks appear only as `batch.broadcast`.
 
 Sources: Leviathan et al., arXiv:2211.17192 (below: L); Chen et al., arXiv:2302.01318; Sun et al.,
 arXiv:2403.10444 (below: S), for whole blocks. K is L's and S's gamma.
@@ -52,7 +52,7 @@ class Plan(NamedTuple):
 
 class Text:
     """A batch of one row, for `speculate` and its drafter. Tokens, positions and noise have the
-    names that they have in decoding.state.State, so a drafter that reads no more serves both."""
+    names that they have in decoding.batch.Batch, so a drafter that reads no more serves both."""
 
     def __init__(
         self,
@@ -271,34 +271,34 @@ def draw_next(
 def decode_round(
     model: Transformer,
     caches: Caches,
-    state: nn.Module,
+    batch: nn.Module,
     draft_tokens: Tensor | None = None,
     draft_probs: Tensor | None = None,
     records_logprobs: bool = False,
 ) -> None:
     """The step of a batch: one pass over the last token of every row and its K drafted ones (B, K),
     drawn from draft_probs (B, K, V), decides 1 to K + 1 tokens of every row that is not done.
-    Without a draft K = 0, and this is plain decoding. `state` is decoding/state.py's; with
+    Without a draft K = 0, and this is plain decoding. `batch` is decoding/batch.py's; with
     `records_logprobs` it also records log-probabilities.
 
     A draft on the target's own caches (drafts/target_layers.py) has written there too: the pass
     overwrites its keys and values at all K + 1 positions of every layer. A parked row writes past
     all attended positions.
     """
-    pos = state.pos[:, None]  # (B, 1)
+    pos = batch.pos[:, None]  # (B, 1)
     if draft_tokens is not None:
         K = draft_tokens.size(1)
         pos = pos + torch.arange(K + 1, device=pos.device)  # (B, K + 1)
-        draft_tokens = state.broadcast(draft_tokens)
+        draft_tokens = batch.broadcast(draft_tokens)
         # Scratch space, where penalties see them.
-        state.tokens.scatter_(1, pos[:, 1:], draft_tokens)
-    tokens = state.tokens.gather(1, pos)  # (B, K + 1)
+        batch.tokens.scatter_(1, pos[:, 1:], draft_tokens)
+    tokens = batch.tokens.gather(1, pos)  # (B, K + 1)
     h = model.hidden(tokens, pos, caches)  # (B, K + 1, D)
-    decide(state, model.head(h), draft_tokens, draft_probs, records_logprobs)
+    decide(batch, model.head(h), draft_tokens, draft_probs, records_logprobs)
 
 
 def decide(
-    state: nn.Module,
+    batch: nn.Module,
     logits: Tensor,
     draft_tokens: Tensor | None = None,
     draft_probs: Tensor | None = None,
@@ -306,28 +306,28 @@ def decide(
 ) -> None:
     """Draw from the logits (B, K + 1, V) of the last token and K drafted ones, as `decode_round`
     has them, and append what is decided to every row that is not done."""
-    pos = state.pos[:, None]
+    pos = batch.pos[:, None]
     pos = pos + torch.arange(logits.size(1), device=pos.device)  # (B, K + 1)
-    processed = state.process_logits(logits, pos)  # (B, K + 1, V)
+    processed = batch.process_logits(logits, pos)  # (B, K + 1, V)
     # The token after the accepted ones is drawn with the number that plain decoding would use at
     # its position.
-    to_draw = state.noise(pos + 1)  # (B, K + 1)
+    to_draw = batch.noise(pos + 1)  # (B, K + 1)
     if draft_tokens is None:
-        decided = sample(processed, state.sampling_path, state.values, to_draw)  # (B, 1)
-        decided = state.broadcast(decided)
+        decided = sample(processed, batch.sampling_path, batch.values, to_draw)  # (B, 1)
+        decided = batch.broadcast(decided)
         n = None
-        state.num_drafted.zero_()
-        state.accepted.zero_()
+        batch.num_drafted.zero_()
+        batch.accepted.zero_()
     else:
-        p = distribution(processed, state.sampling_path, state.values)
-        n, decided = verify(state, p, to_draw, draft_tokens, draft_probs)  # (B,), (B, K + 1)
+        p = distribution(processed, batch.sampling_path, batch.values)
+        n, decided = verify(batch, p, to_draw, draft_tokens, draft_probs)  # (B,), (B, K + 1)
     if records_logprobs:
-        state.record_logprobs(logits, processed, decided, draft_probs)
-    state.commit(decided, n)
+        batch.record_logprobs(logits, processed, decided, draft_probs)
+    batch.commit(decided, n)
 
 
 def verify(
-    state: nn.Module,
+    batch: nn.Module,
     p: Tensor,
     to_draw: Tensor,
     draft_tokens: Tensor,
@@ -338,27 +338,27 @@ def verify(
     K = draft_tokens.size(1)
     # The numbers that accept or reject are this round's own: those past the last accepted token
     # took part in the decision too, so using them again would bias the text.
-    drafted_pos = state.pos[:, None] + torch.arange(1, K + 1, device=p.device)  # (B, K)
-    noise = (state.noise(drafted_pos, ACCEPT), to_draw)  # (B, K), (B, K + 1)
-    rule = state.verification
+    drafted_pos = batch.pos[:, None] + torch.arange(1, K + 1, device=p.device)  # (B, K)
+    noise = (batch.noise(drafted_pos, ACCEPT), to_draw)  # (B, K), (B, K + 1)
+    rule = batch.verification
     if isinstance(rule, bool):
         # Deciding about whole blocks gains nothing where tokens are the likeliest ones.
-        block = rule and state.sampling_path != GREEDY
+        block = rule and batch.sampling_path != GREEDY
         n, token = accept(draft_tokens, draft_probs, p, noise=noise, block=block)  # (B,), (B,)
         overlap = torch.minimum(p[:, :K], draft_probs).sum(dim=-1)  # (B, K) L, corollary 3.6
     else:
         n, token = rule.decide(draft_tokens, draft_probs, p, noise)  # (B,), (B,)
         overlap = rule.expected(p[:, :K], draft_probs)  # (B, K)
     is_drafted = draft_probs.amax(dim=-1) != 0  # (B, K)
-    num_drafted = (is_drafted & ~state.done[:, None]).sum(dim=1)  # (B,)
+    num_drafted = (is_drafted & ~batch.done[:, None]).sum(dim=1)  # (B,)
     # All ranks take rank 0's decision: (B, K + 3) float32, which holds ids below 2^24.
     decision = torch.cat((n[:, None], num_drafted[:, None], token[:, None], overlap), dim=1)
-    decision = state.broadcast(decision)
+    decision = batch.broadcast(decision)
     n, num_drafted, token, overlap = decision.split((1, 1, 1, K), dim=1)
-    state.drafted[:, :K] = draft_tokens
-    state.overlap[:, :K] = overlap
-    state.accepted.copy_(n[:, 0])
-    state.num_drafted.copy_(num_drafted[:, 0])
+    batch.drafted[:, :K] = draft_tokens
+    batch.overlap[:, :K] = overlap
+    batch.accepted.copy_(n[:, 0])
+    batch.num_drafted.copy_(num_drafted[:, 0])
     n = n.long()  # (B, 1)
     tokens = torch.cat((draft_tokens, token.long()), dim=1)  # (B, K + 1)
     decided = tokens.scatter(1, n, token.long())

@@ -67,8 +67,8 @@ def engine_of(model: Transformer, num_drafted: int, device: torch.device) -> Eng
         drafted = torch.zeros(1, num_drafted, dtype=torch.int64, device=device)
         options = {"drafter": FixedDraft(drafted), "speculate_k": num_drafted}
     engine = Engine(model, 1, 1024, compile=True, **options)
-    engine.state.pos.fill_(FILLED - 1)
-    engine.state.sampling_path = Sampling(0).path
+    engine.batch.pos.fill_(FILLED - 1)
+    engine.batch.sampling_path = Sampling(0).path
     return engine
 
 

@@ -281,8 +281,8 @@ def measure_costs(args: argparse.Namespace, engine: Engine) -> Costs:
     """As Engine.calibrate, but with steps back to back. After a pause a GPU waits for the host to
     launch the step, so that a small draft's step seems to take longer than it does."""
     rows, times = engine.rows(0, 1), {}
-    rows.state.pos.fill_(args.filled - 1)
-    rows.state.done.fill_(True)
+    rows.batch.pos.fill_(args.filled - 1)
+    rows.batch.done.fill_(True)
     for k in (0, K):
         steps = []
         for _ in range(args.steps + gpu_step.UNCOUNTED):

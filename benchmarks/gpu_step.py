@@ -215,8 +215,8 @@ class Contender:
         self.rows = self.engine.rows(0, 1)
         # A step writes its logits here: V numbers more than usual.
         logits = torch.zeros(1, K + 1, subject.model.config.vocab_size, device=self.device)
-        self.engine.state.register_buffer("logits", logits)
-        self.head = functools.partial(head_with_copy, subject.model, self.engine.state)
+        self.engine.batch.register_buffer("logits", logits)
+        self.head = functools.partial(head_with_copy, subject.model, self.engine.batch)
         self.compile_s = self.warm_up()
         self.error = self.check()
 
@@ -236,7 +236,7 @@ class Contender:
     def warm_up(self) -> float:
         """Fill the caches with the prompt, then compile, record and replay every step that will be
         timed, and return the seconds of that."""
-        state, n, tokens = self.rows.state, self.args.filled, self.subject.prompt
+        state, n, tokens = self.rows.batch, self.args.filled, self.subject.prompt
         state.tokens[:, :n] = tokens
         state.pos.fill_(n - 1)
         state.done.fill_(True)
@@ -257,7 +257,7 @@ class Contender:
         bound, errors = allowed_error(self.subject.model.config.n_layers), []
         for k in self.ks:
             self.run(1, k)
-            logits = self.engine.state.logits[0, : k + 1]
+            logits = self.engine.batch.logits[0, : k + 1]
             errors.append(relative_error(logits, self.subject.expected[: k + 1]))
             if not errors[-1] <= bound:
                 difference = (

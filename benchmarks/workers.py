@@ -114,8 +114,8 @@ def fill_slots(engine: Engine, filled: int, steps: int) -> Rows:
     """Occupy all slots: `filled` positions, which no pass has computed, and room for `steps` greedy
     steps behind."""
     for slot in range(engine.batch_size):
-        engine.state.fill(slot, Request(slot, [7] * filled, Sampling(0), steps + 1))
-        engine.state.activate(slot, filled)
+        engine.batch.fill(slot, Request(slot, [7] * filled, Sampling(0), steps + 1))
+        engine.batch.activate(slot, filled)
     return engine.rows(0, engine.batch_size)
 
 

@@ -6,7 +6,7 @@ get alone.
 generate.decode is the same loop for one prompt and nothing else; read it first. `Engine.step` is
 this file's center: it runs the prompts that wait, plans one step for the requests that decode
 (planner.py), launches it, and reads what earlier steps decided (readback.py).
-speculative.decode_round is the step on the device. state.py has the tensors that it changes,
+speculative.decode_round is the step on the device. batch.py has the tensors that it changes,
 scheduler.py the requests and slots, runner.py a model with its caches, meter.py all records.
 prefill.py and warmup.py hold what an engine does besides: prompts, and compiling.
 """
@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 
 import decoding.validation as validation
+from decoding.batch import MAX_STOP_IDS, Batch
 from decoding.costs import Costs, costs_at
 from decoding.errors import UserError
 from decoding.memory import MemoryPlan
@@ -37,7 +38,6 @@ from decoding.readback import Readback, StepResult, timestamp
 from decoding.runner import PREFILL_CHUNK, Rows, target_runner
 from decoding.sampling import Sampling
 from decoding.scheduler import Request, Scheduler, Status
-from decoding.state import MAX_STOP_IDS, State
 from decoding.statistics import Timing
 from decoding.warmup import calibrate, lengths_to_calibrate, warm_up
 from drafts.base import CustomDraft, Draft, Drafter, propose
@@ -49,7 +49,7 @@ from weights.walker import batch_invariant_rows
 
 
 class Engine:
-    """A model with caches and a State for up to B requests at a time, each of up to S positions.
+    """A model with caches and a Batch for up to B requests at a time, each of up to S positions.
     `add_request` adds one, `step` advances all; a request gets the tokens that it would get alone.
 
     With a drafter the engine runs rounds: the drafter proposes K tokens, one pass of the model
@@ -85,7 +85,7 @@ class Engine:
         device = self.runner.device
         ranks = ranks_of(model)
         with torch.inference_mode(False):
-            self.state = State(
+            self.batch = Batch(
                 batch_size,
                 self.runner.S,
                 device,
@@ -97,11 +97,11 @@ class Engine:
         self.maybe_compile = StepCompiler(device, self.runner.compile)
         if drafter is not None:
             drafter.owner = weakref.ref(self)  # a cycle would keep both until a collection
-            drafter.setup(self.state, max_k, self.runner, self.maybe_compile)
+            drafter.setup(self.batch, max_k, self.runner, self.maybe_compile)
             if drafter.window:
                 self.runners.append(drafter.runner)
         # rows(begin, end): these slots as a batch. Views are made once.
-        self.rows = functools.cache(Rows(self.state, self.runner, drafter).view)
+        self.rows = functools.cache(Rows(self.batch, self.runner, drafter).view)
         # Is greedy output bitwise equal regardless of the drafter and of what else is in the batch?
         has_invariant_rows = batch_size * (max_k + 1) <= batch_invariant_rows(model)
         is_alone = ranks.world == 1
@@ -229,7 +229,7 @@ class Engine:
         if request.slot is None:
             self.scheduler.waiting.remove(request)
         else:
-            self.state.park(request.slot.index)
+            self.batch.park(request.slot.index)
             # At least what `padded_length` adds to a chunk.
             num_padding = max(PREFILL_CHUNK, self.runner.chunk) // 8
             # Positions past the text that steps in flight may write, and the step that decided its
@@ -285,7 +285,7 @@ class Engine:
             request.error = request.error or error
         self.requests.clear()
         for slot in self.scheduler.slots:
-            self.state.park(slot.index)
+            self.batch.park(slot.index)
             slot.num_draft = 0
             slot.store(slot.cached_ids(), num_written=self.runner.S)
 
@@ -303,7 +303,7 @@ class Engine:
             request.num_launched += 1
         rows = self.rows(begin, end)
         running = [(request.slot.index - begin, request) for request in requests]
-        rows.state.prepare(running, limits if k else {})
+        rows.batch.prepare(running, limits if k else {})
         return Step(
             rows,
             self.planner.max_length(requests, self.readback.steps),
@@ -318,21 +318,21 @@ class Engine:
     def run(self, step: Step) -> StepResult:
         """Launch a step: the drafter proposes K tokens, unless it is a plain one, and one pass of
         the model decides."""
-        state, target, drafter = step.rows
+        batch, target, drafter = step.rows
         k = step.k
         start = drafted = timestamp(target.device)
         draft = Draft(None, None)
         if k > 0:
-            draft = propose(drafter, state, Plan(k, step.length, step.drafting))
+            draft = propose(drafter, batch, Plan(k, step.length, step.drafting))
             if step.drafts_unevenly:
-                draft = draft.limited(state.draft_limit)
+                draft = draft.limited(batch.draft_limit)
             drafted = timestamp(target.device)
-        state.write_masks(step.requests, draft.tokens)
+        batch.write_masks(step.requests, draft.tokens)
         records = step.records_logprobs
-        decide_step = self.maybe_compile(decode_round, state, k, records)
-        decide_step(self.model, target.slice_to(step.length + k), state, *draft, records)
+        decide_step = self.maybe_compile(decode_round, batch, k, records)
+        decide_step(self.model, target.slice_to(step.length + k), batch, *draft, records)
         times = (start, drafted, timestamp(target.device))
-        return StepResult.of(state, times, records)
+        return StepResult.of(batch, times, records)
 
     # ------------------------------------------------------------------------------------- results
 

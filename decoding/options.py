@@ -26,7 +26,7 @@ class EngineOptions:
                         once, or "token", one by one; the texts have the same distribution. Or a
                         speculative.Rule of one's own
     fixed_width_steps   run every step over K + 1 positions, drafted or not
-    logits_processor    changes logits before sampling: see decoding/state.py
+    logits_processor    changes logits before sampling: see decoding/batch.py
     logprobs            record the log-probabilities of each token and of the N most likely
                         ones; None: of none
     cache_type          one of CACHE_NAMES, or a class like model.KVCache

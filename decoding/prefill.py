@@ -43,7 +43,7 @@ def next_prompt(engine) -> Request | None:
     request, source, num_shared = admitted
     slot = request.slot
     request.started = time.perf_counter()
-    engine.state.fill(slot.index, request)
+    engine.batch.fill(slot.index, request)
     if source is not slot:
         copy_positions(engine.runners, source.index, slot.index, num_shared)
     clear_positions(engine.runners, slot.index, num_shared, slot.num_written)
@@ -68,23 +68,23 @@ def prefill(engine, request: Request) -> int:
     is_last_chunk = end == request.num_positions
     if is_last_chunk:
         request.status = Status.DECODING
-        engine.state.activate(slot.index, end)
+        engine.batch.activate(slot.index, end)
         lacks_one = request.num_computed == end - 1
         if lacks_one and end > 1 and len(engine.requests) > 1 and not engine.planner.ks:
             return 0  # nothing ran
     rows = engine.rows(slot.index, slot.index + 1)
-    state = rows.state
+    batch = rows.batch
     running = [(0, request)]
     records = engine.planner.records_logprobs
     try:
-        h = rows.target.prefill(state.tokens, request.num_computed, end, chunk)  # (1, T, D)
+        h = rows.target.prefill(batch.tokens, request.num_computed, end, chunk)  # (1, T, D)
         prefill_draft(engine, slot, end)
         record_prompt(request, engine.model, h)
         request.num_computed = end
         if is_last_chunk:
-            state.prepare(running)
-            state.write_masks(running)
-            decide(state, engine.model.head(h[:, -1:]), records_logprobs=records)
+            batch.prepare(running)
+            batch.write_masks(running)
+            decide(batch, engine.model.head(h[:, -1:]), records_logprobs=records)
     except (RuntimeError, ValueError) as error:
         if lost_contact(error):
             raise
@@ -96,7 +96,7 @@ def prefill(engine, request: Request) -> int:
         request.num_launched = len(request.tokens) + 1
         plans = [MemoryPlan(request.memory, (request,))]
         step = Step(rows, end, requests=running, records_logprobs=records, plans=plans)
-        engine.readback.send(StepResult.of(state, records_logprobs=records), step)
+        engine.readback.send(StepResult.of(batch, records_logprobs=records), step)
     return cost
 
 
@@ -106,7 +106,7 @@ def prefill_draft(engine, slot: Slot, end: int) -> None:
         return
     if slot.num_draft < end:
         rows = engine.rows(slot.index, slot.index + 1)
-        rows.drafter.prefill(rows.state, slot.num_draft, end)
+        rows.drafter.prefill(rows.batch, slot.num_draft, end)
         slot.num_draft = end
 
 

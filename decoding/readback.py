@@ -39,11 +39,11 @@ class StepResult(NamedTuple):
     token_probs: list | Tensor | None = None
 
     @classmethod
-    def of(cls, state, times: tuple = (), records_logprobs: bool = False) -> "StepResult":
-        """What a step left in a State."""
-        logprobs = (state.top_logprobs, state.token_probs) if records_logprobs else ()
-        drafting = (state.num_drafted, state.accepted, state.overlap, state.drafted)
-        return cls(times, state.out, state.num_decided, *drafting, *logprobs)
+    def of(cls, batch, times: tuple = (), records_logprobs: bool = False) -> "StepResult":
+        """What a step left in a Batch."""
+        logprobs = (batch.top_logprobs, batch.token_probs) if records_logprobs else ()
+        drafting = (batch.num_drafted, batch.accepted, batch.overlap, batch.drafted)
+        return cls(times, batch.out, batch.num_decided, *drafting, *logprobs)
 
     def ids_of(self, row: int) -> list[int]:
         """The tokens that a row got."""

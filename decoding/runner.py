@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from decoding.batch import Batch
 from decoding.options import EngineOptions
 from decoding.split_kv import CHUNK, MIN_KEYS, GraphKernel, has_efficient_kernel
-from decoding.state import State
 from exact.attention import ExactKernel, Heads, invariant_multiples, round_up_length
 from model import Caches, KVCache, Transformer, row_view
 from weights.compiling import compiled, mark_dynamic
@@ -197,9 +197,9 @@ def padded_length(n: int) -> int:
 
 
 class Rows(NamedTuple):
-    """A range of slots: their rows of the state, of the model's caches, and of the drafter."""
+    """A range of slots: their rows of the batch, of the model's caches, and of the drafter."""
 
-    state: State
+    batch: Batch
     target: ModelRunner
     drafter: object  # drafts.base.Drafter, or None
 
@@ -207,8 +207,8 @@ class Rows(NamedTuple):
     def view(self, begin: int, end: int) -> "Rows":
         """Rows [begin, end) of these: views of their tensors."""
         drafter = None if self.drafter is None else self.drafter.row_view(begin, end)
-        state = row_view(self.state, begin, end)
-        return Rows(state, self.target.row_view(begin, end), drafter)
+        batch = row_view(self.batch, begin, end)
+        return Rows(batch, self.target.row_view(begin, end), drafter)
 
 
 def slot_caches(runners: Sequence[ModelRunner]) -> dict[str, nn.Module]:

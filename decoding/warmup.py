@@ -50,9 +50,9 @@ def warm_up(engine, path: str) -> float:
     num_runs = 3 if engine.runner.uses_cuda_graphs else 1  # CUDA graphs: warm up, record, replay
     for num_rows, length, k in steps_to_compile(engine):
         rows = engine.rows(0, num_rows)
-        rows.state.sampling_path = path
-        rows.state.pos.zero_()
-        rows.state.done.fill_(True)
+        rows.batch.sampling_path = path
+        rows.batch.pos.zero_()
+        rows.batch.done.fill_(True)
         for _ in range(num_runs):
             engine.run(Step(rows, max(1, length - k), k, records_logprobs=records))
     synchronize(engine.runner.device)
@@ -71,7 +71,7 @@ def warm_up_prompts(engine) -> None:
     long = 2 if engine.runner.uses_cuda_graphs else min(engine.runner.chunk, S)
     for runner, T in itertools.product(runners, sorted({2, long})):
         for begin in sorted({0, min(1, S - T), S - T}):
-            inputs = runner.inputs(rows.state.tokens, begin, begin + T)
+            inputs = runner.inputs(rows.batch.tokens, begin, begin + T)
             runner.hidden(*inputs)
 
 
@@ -131,20 +131,20 @@ def costs_of_rows(
     """Time every K: repeat its step for STEADY_S and take the last run, because the first ones
     still find another step's code and data in the processor's caches."""
     rows = engine.rows(0, num_rows)
-    state = rows.state
-    state.pos.fill_(length - 1)
-    state.done.fill_(True)
-    state.sampling_path = sampling.path
-    state.values.copy_(sampling.values)
+    batch = rows.batch
+    batch.pos.fill_(length - 1)
+    batch.done.fill_(True)
+    batch.sampling_path = sampling.path
+    batch.values.copy_(sampling.values)
     records = engine.planner.records_logprobs
     V = engine.model.config.vocab_size
     generator = torch.Generator().manual_seed(0)
 
     def run_step(k: int) -> tuple[float, float]:
         """Seconds of drafter and target, over new tokens: experts' costs depend on them."""
-        tokens = torch.randint(V, state.tokens.shape, generator=generator)
+        tokens = torch.randint(V, batch.tokens.shape, generator=generator)
         drafted = torch.randint(V, (num_rows, k), generator=generator)  # (B, k)
-        state.tokens.copy_(tokens)
+        batch.tokens.copy_(tokens)
         drafter = rows.drafter
         if drafter is not None:
             drafter = OtherTokens(drafter, drafted.to(engine.runner.device))

@@ -47,7 +47,7 @@ class Draft(NamedTuple):
 
 
 class Drafter(nn.Module):
-    """The interface of a drafter. `batch` is decoding/state.py's State: tokens (B, S), pos (B,) the
+    """The interface of a drafter. `batch` is decoding/batch.py's Batch: tokens (B, S), pos (B,) the
     index of the last decided token, done, seed, the sampling's values and sampling_path, and
     broadcast(x), rank 0's x. Positions beyond `pos` are the round's scratch space. `plan` is a
     speculative.Plan: k tokens to draft, and the length.
@@ -77,18 +77,18 @@ class Drafter(nn.Module):
 
     def setup(
         self,
-        state: nn.Module,
+        batch: nn.Module,
         k_max: int,
         target,
         maybe_compile: Callable,
     ) -> None:
         """Make fixed tensors for this batch and up to k_max drafted tokens. `target` is the
-        target's ModelRunner; maybe_compile(function, state, *static) returns the function, compiled
+        target's ModelRunner; maybe_compile(function, batch, *static) returns the function, compiled
         or not."""
         self.maybe_compile = maybe_compile
-        B = state.pos.size(0)
+        B = batch.pos.size(0)
         V = target.model.config.vocab_size
-        device = state.pos.device
+        device = batch.pos.device
         tokens = torch.zeros(B, k_max, dtype=torch.int64, device=device)
         probs = torch.zeros(B, k_max, V, device=device)
         self.register_buffer("tokens", tokens, persistent=False)
@@ -166,18 +166,18 @@ class ModelDraft(Drafter):
 
     def setup(
         self,
-        state: nn.Module,
+        batch: nn.Module,
         k_max: int,
         target,
         maybe_compile: Callable,
     ) -> None:
-        super().setup(state, k_max, target, maybe_compile)
+        super().setup(batch, k_max, target, maybe_compile)
         if self.num_extra_inputs is not None:
             self.window = k_max + 1 + self.num_extra_inputs
         self.runner = target.for_draft(self.model, self.on_layers, self.num_scratch)
         # Ids that only the target has get probability 0; verification still draws them.
         self.vocab = min(target.model.config.vocab_size, self.model.config.vocab_size)
-        zero = torch.zeros((), dtype=torch.int64, device=state.pos.device)
+        zero = torch.zeros((), dtype=torch.int64, device=batch.pos.device)
         self.register_buffer("drawn", zero, persistent=False)
 
     def propose(self, batch: nn.Module, plan) -> Draft:
@@ -212,27 +212,27 @@ class ModelDraft(Drafter):
     def draw_next(
         self,
         caches: Caches,
-        state: nn.Module,
+        batch: nn.Module,
         num_inputs: int,
     ) -> None:
         """Run the last `num_inputs` tokens and draw the one after them."""
-        last = state.pos + self.drawn  # (B,)
-        h = self.hidden(caches, state, last, num_inputs)
-        self.draw(state, h[:, -1:], last[:, None] + 1)
+        last = batch.pos + self.drawn  # (B,)
+        h = self.hidden(caches, batch, last, num_inputs)
+        self.draw(batch, h[:, -1:], last[:, None] + 1)
 
     def draw(
         self,
-        state: nn.Module,
+        batch: nn.Module,
         h: Tensor,
         pos: Tensor,
     ) -> None:
         """Draw the tokens at pos (B, T) from hidden states h (B, T, D), and append them to the
         proposal."""
-        self.draw_from(state, self.model.head(h), pos)
+        self.draw_from(batch, self.model.head(h), pos)
 
     def draw_from(
         self,
-        state: nn.Module,
+        batch: nn.Module,
         logits: Tensor,
         pos: Tensor,
     ) -> None:
@@ -240,12 +240,12 @@ class ModelDraft(Drafter):
         logits = logits[..., : self.vocab]  # of the shorter vocabulary
         # All T draws see the tokens before the first of them: PARD draws them at once.
         last = (pos[:, :1] - 1).expand_as(pos)
-        logits = state.process_draft_logits(logits, last)
-        q = distribution(logits, state.sampling_path, state.values)
-        noise = state.noise(pos, DRAFT_DRAW)  # (B, T)
-        token = draw(q, noise, state.sampling_path)
-        token = state.broadcast(token.clamp(min=0))
-        state.tokens.scatter_(1, pos, token)
+        logits = batch.process_draft_logits(logits, last)
+        q = distribution(logits, batch.sampling_path, batch.values)
+        noise = batch.noise(pos, DRAFT_DRAW)  # (B, T)
+        token = draw(q, noise, batch.sampling_path)
+        token = batch.broadcast(token.clamp(min=0))
+        batch.tokens.scatter_(1, pos, token)
         T = pos.size(1)
         index = self.drawn + torch.arange(T, device=pos.device)  # (T,)
         self.tokens.index_copy_(1, index, token)
@@ -255,17 +255,17 @@ class ModelDraft(Drafter):
     def hidden(
         self,
         caches: Caches,
-        state: nn.Module,
+        batch: nn.Module,
         last: Tensor,
         T: int,
     ) -> Tensor:
         """Hidden states (B, T, D) of the T positions up to `last` (B,)."""
-        tokens, pos = self.inputs(state, last, T)
+        tokens, pos = self.inputs(batch, last, T)
         return self.model.hidden(tokens, pos, caches)
 
     def inputs(
         self,
-        state: nn.Module,
+        batch: nn.Module,
         last: Tensor,
         T: int,
     ) -> tuple[Tensor, Tensor]:
@@ -275,9 +275,9 @@ class ModelDraft(Drafter):
         pos = last[:, None] + offset  # (B, T)
         pos = pos.clamp(min=0)
         max_id = self.model.config.vocab_size - 1
-        tokens = state.tokens.gather(1, pos)  # (B, T)
+        tokens = batch.tokens.gather(1, pos)  # (B, T)
         tokens = tokens.clamp(max=max_id)
-        is_parked = state.pos[:, None] >= state.parked_pos  # (B, 1)
+        is_parked = batch.pos[:, None] >= batch.parked_pos  # (B, 1)
         return tokens, torch.where(is_parked, self.runner.S, pos)
 
 
@@ -302,7 +302,7 @@ class ParallelDraft(ModelDraft):
     def draw_all(
         self,
         caches: Caches,
-        state: nn.Module,
+        batch: nn.Module,
         K: int,
     ) -> None:
         """Run the `window` latest tokens, and `draw` the K tokens after them."""

@@ -160,32 +160,32 @@ class DFlashDraft(HiddenStateDraft, ParallelDraft):
     def draw_all(
         self,
         caches: Caches,
-        state,
+        batch,
         K: int,
     ) -> None:
         """Write the context of the `window` - 1 decided tokens before the last, and draw
         K tokens."""
-        self.hidden(caches, state, state.pos - 1, self.window - 1)
-        pos = state.pos[:, None]  # (B, 1)
+        self.hidden(caches, batch, batch.pos - 1, self.window - 1)
+        pos = batch.pos[:, None]  # (B, 1)
         steps = torch.arange(self.num_scratch, device=pos.device)  # (W,)
-        last = state.tokens.gather(1, pos)  # (B, 1)
+        last = batch.tokens.gather(1, pos)  # (B, 1)
         tokens = torch.where(steps == 0, last, self.model.dflash.mask)  # (B, W)
         # The blocks of parked rows go behind all positions of this cache, where nothing attends to
         # them.
-        begin = torch.where(pos < state.parked_pos, pos, self.runner.S)
+        begin = torch.where(pos < batch.parked_pos, pos, self.runner.S)
         h = self.model.block_hidden(tokens, begin + steps, caches)  # (B, W, D)
         h = h[:, self.begin : self.begin + K]  # (B, K, D)
         if not self.model.markov_head:
-            self.draw(state, h, pos + 1 + steps[:K])
+            self.draw(batch, h, pos + 1 + steps[:K])
             return
         logits = self.model.head(h)[..., : self.vocab]  # (B, K, V)
         if self.model.dflash.draft_topk:
             least = logits.topk(self.model.dflash.draft_topk).values[..., -1:]  # (B, K, 1)
             logits = logits.masked_fill(logits < least, -math.inf)
         for i in range(K):
-            before = state.tokens.gather(1, pos + i)  # (B, 1), as drawn
+            before = batch.tokens.gather(1, pos + i)  # (B, 1), as drawn
             bias = self.model.markov_head(before)[..., : self.vocab]  # (B, 1, V)
-            self.draw_from(state, logits[:, i : i + 1] + bias, pos + i + 1)
+            self.draw_from(batch, logits[:, i : i + 1] + bias, pos + i + 1)
 
 
 class DFlashSource(HiddenStateSource):

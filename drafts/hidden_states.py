@@ -179,14 +179,14 @@ class HiddenStateDraft(ModelDraft):
 
     def setup(
         self,
-        state: nn.Module,
+        batch: nn.Module,
         k_max: int,
         target,
         maybe_compile: Callable,
     ) -> None:
         self.model.borrow(target.model)
-        states = self.record_hidden_states(state.pos.size(0), target)
-        super().setup(state, k_max, target, maybe_compile)
+        states = self.record_hidden_states(batch.pos.size(0), target)
+        super().setup(batch, k_max, target, maybe_compile)
         self.runner.caches = self.runner.caches._replace(aux_hidden_states=states)
 
     def causes(self) -> list[str]:
@@ -274,14 +274,14 @@ class PairDraft(HiddenStateDraft):
     def hidden(
         self,
         caches: Caches,
-        state: nn.Module,
+        batch: nn.Module,
         last: Tensor,
         T: int,
     ) -> Tensor:
         """Normed states (B, T, D) at the T positions up to `last` (B,). T = 1 is a drafted
         token."""
         model = self.model
-        tokens, pos = self.inputs(state, last, T)
+        tokens, pos = self.inputs(batch, last, T)
         before = self.last_state if T == 1 else model.state_before(pos, caches)
         x = model.stream(tokens, pos, caches, before)
         h = model.norm(x)

@@ -28,16 +28,16 @@ class PardDraft(ParallelDraft):
     def draw_all(
         self,
         caches: Caches,
-        state: nn.Module,
+        batch: nn.Module,
         K: int,
     ) -> None:
         n = self.window + K - 1
-        tokens, pos = self.inputs(state, state.pos + K - 1, n)  # (B, n) each
+        tokens, pos = self.inputs(batch, batch.pos + K - 1, n)  # (B, n) each
         is_mask = torch.arange(n, device=pos.device) >= self.window  # (n,)
         tokens = torch.where(is_mask, self.mask, tokens)
         h = self.model.hidden(tokens, pos, caches)  # (B, n, D)
         ahead = torch.arange(1, K + 1, device=pos.device)
-        self.draw(state, h[:, -K:], state.pos[:, None] + ahead)
+        self.draw(batch, h[:, -K:], batch.pos[:, None] + ahead)
 
 
 def pard_token(hf: dict) -> int:

@@ -224,25 +224,25 @@ class SuffixDraft(Drafter):
         self.maybe_compile(self.align, batch, plan.k)(batch, plan.k)
         return Draft(self.tokens, self.probs).cut(plan.k)
 
-    def align(self, state: nn.Module, k: int) -> None:
+    def align(self, batch: nn.Module, k: int) -> None:
         """Propose the next k tokens of each row's draft, if it agrees with the tokens decided since
         it was made."""
         begin = self.draft_rows[:, :1] + 1  # (B, 1) position of the first drafted token
         drafted = self.draft_rows[:, 1:]  # (B, W), END at last
         W = drafted.size(1)
-        pos = state.pos[:, None]  # (B, 1)
+        pos = batch.pos[:, None]  # (B, 1)
         ahead = torch.arange(W, device=pos.device)
         position = begin + ahead  # (B, W)
-        last_position = state.tokens.size(1) - 1
-        decided = state.tokens.gather(1, position.clamp(max=last_position))
+        last_position = batch.tokens.size(1) - 1
+        decided = batch.tokens.gather(1, position.clamp(max=last_position))
         agrees = (decided == drafted) | (position > pos)
-        may_draft = agrees.all(dim=1, keepdim=True) & ~state.done[:, None]  # (B, 1)
+        may_draft = agrees.all(dim=1, keepdim=True) & ~batch.done[:, None]  # (B, 1)
         index = pos + 1 - begin + ahead[:k]  # (B, k)
         tokens = drafted.gather(1, index.clamp(0, W - 1))
         is_drafted = may_draft & (tokens != END)
         # Verification runs the positions without a draft too; the last token's states are known to
         # be finite.
-        tokens = torch.where(is_drafted, tokens, state.tokens.gather(1, pos))
+        tokens = torch.where(is_drafted, tokens, batch.tokens.gather(1, pos))
         self.tokens[:, :k] = tokens
         self.probs[:, :k] = 0.0
         self.probs.scatter_(2, tokens[..., None], is_drafted.float()[..., None])

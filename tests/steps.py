@@ -36,7 +36,7 @@ def prefill_all(engine, prompts, max_new_tokens: int, sampling, seeds=None, stop
         )
     while (request := next_prompt(engine)) is not None:
         prefill(engine, request)
-    engine.rows(0, engine.batch_size).state.sampling_path = sampling.path
+    engine.rows(0, engine.batch_size).batch.sampling_path = sampling.path
 
 
 @torch.inference_mode()
@@ -46,19 +46,19 @@ def start_all_alike(
     """One prompt in all slots, run once, each with a seed of its own: thousands of rows for a test
     of their law."""
     engine.clear()
-    state, n = engine.state, len(prompt)
+    state, n = engine.batch, len(prompt)
     one, rows = engine.rows(0, 1), engine.rows(0, engine.batch_size)
     state.tokens[:, :n] = torch.tensor(prompt)
     state.prompt_length.fill_(n)
     state.seed.copy_(torch.tensor(seeds))
     state.values.copy_(sampling.values), state.biases.copy_(sampling.biases)
     state.stop_ids.fill_(-1), state.draft_limit.fill_(99), state.end.fill_(n - 1 + max_new_tokens)
-    h = one.target.prefill(one.state.tokens, 0, n, engine.runner.chunk)[:, -1]  # (1, D)
+    h = one.target.prefill(one.batch.tokens, 0, n, engine.runner.chunk)[:, -1]  # (1, D)
     if len(engine.runners) > 1:
-        one.drafter.runner.prefill(one.state.tokens, 0, n, engine.runner.chunk)
+        one.drafter.runner.prefill(one.batch.tokens, 0, n, engine.runner.chunk)
     for x in slot_tensors(engine.runners, slice(None), 0, n).values():
         x.copy_(x[:1].clone().expand_as(x))
     state.pos.fill_(n - 1), state.done.fill_(False)
-    rows.state.sampling_path = sampling.path
+    rows.batch.sampling_path = sampling.path
     logits = engine.model.head(h).expand(engine.batch_size, -1)  # (B, V)
-    decide(rows.state, logits[:, None])
+    decide(rows.batch, logits[:, None])

@@ -586,7 +586,7 @@ def test_a_ring_of_ones_own_keeps_what_it_remembers(drafter, folder_of):
         texts.append(rows_of(model, prompts, engine=engine, max_new_tokens=budgets))
         assert {type(layer) for layer in engine.runner.caches.layers} == {cache_type}
     assert texts[0] == texts[1]
-    assert engine.runner.caches.layers[0].parked_pos == engine.state.parked_pos >= 100
+    assert engine.runner.caches.layers[0].parked_pos == engine.batch.parked_pos >= 100
 
 
 def test_a_draft_has_a_class_of_caches_of_its_own(folder_of):
@@ -653,7 +653,7 @@ def test_a_cache_is_made_for_its_layer(folder_of):
         spec = layer.spec
         assert (spec.layer, spec.B, spec.S) == (number, 3, layer.k.size(2))
         assert spec.config is model.config and spec.rope is model.rope
-        assert spec.parked_pos == layer.parked_pos == engine.state.parked_pos < spec.S
+        assert spec.parked_pos == layer.parked_pos == engine.batch.parked_pos < spec.S
     draft = engine.drafter.runner
     assert {type(layer) for layer in draft.caches.layers} == {KVCache}
     assert draft.caches.layers[0].parked_pos == draft.S

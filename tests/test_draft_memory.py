@@ -166,7 +166,7 @@ def test_a_draft_ends_at_its_rows_limit(model):
         row.memory = decoding.memory.Memory(is_shared=False)
     engine.step()
     assert [row.token_records[-1].k for row in rows] == [0, 1, 3]
-    assert engine.state.num_drafted.tolist() == [0, 1, 3]
+    assert engine.batch.num_drafted.tolist() == [0, 1, 3]
 
 
 def test_a_drafts_context_ends_by_its_own_rows_limit():

@@ -267,7 +267,7 @@ def distance(target: Transformer, drafter, twin, folder, plain: int = 0) -> tupl
         for k in (4, 3, 4, *([0] * plain), 1, 4, 2, 4, 4, 0, 4):
             plan_k(engine, lambda requests, k=k: k)
             engine.step()
-            accepted |= set(engine.state.accepted.tolist()) if k else set()
+            accepted |= set(engine.batch.accepted.tolist()) if k else set()
     worst = 0.0
     for before, tokens, probs in drafter.seen:
         for row in range(4):
@@ -603,7 +603,7 @@ def test_turns_keep_both_caches(kind):
         for cache in (*engine.runner.caches.layers, *engine.drafter.runner.caches.layers):
             cache.k.fill_(9.0), cache.v.fill_(-9.0)  # so that a position that was skipped shows
         first = PROMPTS[1] + rows_of(target, [PROMPTS[1]], max_new_tokens=n, seed=n, **hot)[0]
-        full += int(engine.state.accepted[0]) == 3
+        full += int(engine.batch.accepted[0]) == 3
         second = [*first, 3, 5, 8]
         engine.drafter.seen.clear()
         got = rows_of(target, [second], max_new_tokens=20, **hot)

@@ -1,4 +1,4 @@
-"""The engine: fixed state, steps compiled once, a host that may read late. Compiled code must give
+"""The engine: fixed batch, steps compiled once, a host that may read late. Compiled code must give
 what eager gives, and nothing may compile after warm-up."""
 
 import itertools
@@ -17,6 +17,7 @@ import decoding.readback as timing
 import weights.compiling as compiling
 from cli.flags import parse_args
 from cli.main import main as run
+from decoding.batch import Batch
 from decoding.engine import Engine
 from decoding.planner import Step
 from decoding.runner import ModelRunner
@@ -30,7 +31,6 @@ from decoding.sampling import (
     uniform,
 )
 from decoding.scheduler import Request
-from decoding.state import State
 from drafts.base import ModelDraft
 from drafts.ngram import NgramDraft
 from drafts.suffix import SuffixDraft
@@ -43,11 +43,11 @@ from speculative import decide, decode_round
 KINDS = [Sampling(0), Sampling(0.9), Sampling(0.7, top_k=20, top_p=0.9)]
 
 
-def start(state: State, prompts: list[list[int]], max_new_tokens: int, stop_ids=()) -> None:
+def start(batch: Batch, prompts: list[list[int]], max_new_tokens: int, stop_ids=()) -> None:
     """Fill the slots as if the prompts had run."""
     for slot, prompt in enumerate(prompts):
-        state.fill(slot, Request(slot, prompt, Sampling(0), max_new_tokens, stop_ids))
-        state.activate(slot, len(prompt))
+        batch.fill(slot, Request(slot, prompt, Sampling(0), max_new_tokens, stop_ids))
+        batch.activate(slot, len(prompt))
 
 
 def compiled_engine(folder, batch_size: int, length: int, samplings=KINDS) -> Engine:
@@ -180,31 +180,31 @@ def test_a_late_host_reads_the_same(folder_of, monkeypatch, lag):
         assert [len(row) for row in rows_of(model, PROMPTS, max_new_tokens=budget)] == [budget] * 4
 
 
-def decided(state: State) -> list[list[int]]:
+def decided(batch: Batch) -> list[list[int]]:
     """The tokens that the last step gave to each row."""
-    return [row[:n] for row, n in zip(state.out.tolist(), state.num_decided.tolist())]
+    return [row[:n] for row, n in zip(batch.out.tolist(), batch.num_decided.tolist())]
 
 
 def test_finished_rows_freeze():
     """decide() on a done row: position, tokens and flags stay, whatever the logits say."""
-    state = State(3, 8, torch.device("cpu"))
-    start(state, [[1, 2], [3, 4, 5], [6]], 2, {9})
+    batch = Batch(3, 8, torch.device("cpu"))
+    start(batch, [[1, 2], [3, 4, 5], [6]], 2, {9})
     logits = torch.zeros(3, 10)
     logits[0, 9] = logits[1, 4] = logits[2, 7] = 1.0
-    decide(state, logits[:, None])
-    assert decided(state) == [[9], [4], [7]] and state.done.tolist() == [True, False, False]
-    decide(state, logits[:, None])
-    assert decided(state) == [[], [4], [7]] and state.done.all()
+    decide(batch, logits[:, None])
+    assert decided(batch) == [[9], [4], [7]] and batch.done.tolist() == [True, False, False]
+    decide(batch, logits[:, None])
+    assert decided(batch) == [[], [4], [7]] and batch.done.all()
     before = {
         name: tensor.clone()
-        for name, tensor in state.named_buffers()
+        for name, tensor in batch.named_buffers()
         if name not in ("out", "tokens", "num_decided")
     }
-    decide(state, (logits + torch.randn(3, 10))[:, None])
-    assert decided(state) == [[], [], []]
-    assert all(torch.equal(getattr(state, name), tensor) for name, tensor in before.items())
-    assert state.pos.tolist() == [2, 4, 2]  # beyond it is scratch space
-    assert [state.tokens[row, : pos + 1].tolist() for row, pos in enumerate(state.pos)] == [
+    decide(batch, (logits + torch.randn(3, 10))[:, None])
+    assert decided(batch) == [[], [], []]
+    assert all(torch.equal(getattr(batch, name), tensor) for name, tensor in before.items())
+    assert batch.pos.tolist() == [2, 4, 2]  # beyond it is scratch space
+    assert [batch.tokens[row, : pos + 1].tolist() for row, pos in enumerate(batch.pos)] == [
         [1, 2, 9],
         [3, 4, 5, 4, 4],
         [6, 7, 7],
@@ -214,16 +214,16 @@ def test_finished_rows_freeze():
 def test_what_ranks_agree_on_is_what_counts():
     """Not what this rank drew: a plain token; the drafted tokens that are verified; acceptances,
     and what follows."""
-    state = State(2, 8, torch.device("cpu"), K=2)
-    start(state, [[1, 2], [3]], 5)
-    state.broadcast = lambda x: torch.full_like(x, 7)
-    decide(state, torch.zeros(2, 1, 10))
-    assert decided(state) == [[7], [7]]
+    batch = Batch(2, 8, torch.device("cpu"), K=2)
+    start(batch, [[1, 2], [3]], 5)
+    batch.broadcast = lambda x: torch.full_like(x, 7)
+    decide(batch, torch.zeros(2, 1, 10))
+    assert decided(batch) == [[7], [7]]
     agreed = {
         torch.int64: torch.tensor([[4, 5], [5, 4]]),
         torch.float32: torch.tensor([[1, 2, 9, 0.5, 0], [0, 0, 8, 0, 0]]),
     }
-    state.broadcast, seen = lambda x: agreed[x.dtype], []
+    batch.broadcast, seen = lambda x: agreed[x.dtype], []
 
     def hidden(tokens, pos, caches):
         seen.append(tokens)
@@ -231,10 +231,10 @@ def test_what_ranks_agree_on_is_what_counts():
 
     model = SimpleNamespace(hidden=hidden, head=lambda h: h)
 
-    decode_round(model, None, state, torch.ones(2, 2, dtype=torch.int64), torch.zeros(2, 2, 10))
+    decode_round(model, None, batch, torch.ones(2, 2, dtype=torch.int64), torch.zeros(2, 2, 10))
     assert seen[0].tolist() == [[7, 4, 5], [7, 5, 4]]
-    assert decided(state) == [[4, 9], [8]] and state.accepted.tolist() == [1, 0]
-    assert state.overlap.tolist() == [[0.5, 0], [0, 0]] and state.num_drafted.tolist() == [2, 0]
+    assert decided(batch) == [[4, 9], [8]] and batch.accepted.tolist() == [1, 0]
+    assert batch.overlap.tolist() == [[0.5, 0], [0, 0]] and batch.num_drafted.tolist() == [2, 0]
 
 
 def test_an_unused_row_stays_silent(folder_of):
@@ -431,8 +431,8 @@ def test_warm_up_runs_every_length_that_will_be_recorded(folder_of, k, monkeypat
     monkeypatch.setattr(ModelRunner, "slice_to", watched)
     with torch.inference_mode():
         engine.warm_up(GREEDY)
-        warmed, state = set(seen), engine.state
-        start(state, [[5]], 690)
+        warmed, batch = set(seen), engine.batch
+        start(batch, [[5]], 690)
         seen.clear()
         for length in range(1, 700, 5):  # lengths that are attended lie 16 apart or more
             for count in {0, k or 0}:
@@ -451,7 +451,7 @@ def test_greedy_steps_draw_no_numbers(folder_of, drafted, monkeypatch):
     def refuse(*_):
         raise AssertionError("a number was drawn")
 
-    monkeypatch.setattr("decoding.state.row_noise", refuse)
+    monkeypatch.setattr("decoding.batch.row_noise", refuse)
     assert rows_of(model, PROMPTS, engine=engine) == want
     with pytest.raises(AssertionError, match="a number was drawn"):
         rows_of(model, PROMPTS, engine=engine, sampling=SAMPLED)
@@ -461,18 +461,18 @@ def test_numbers_of_a_round(folder_of):
     """Row by row, also in a view of some rows: those of plain decoding belong to a position, the
     others to a position of this round."""
     engine = Engine(load_model(folder_of("llama-3"), dtype=torch.float32), 3, 60)
-    state = engine.state
-    state.sampling_path = "plain"
-    state.seed.copy_(torch.tensor([5, 6, 2**40]))
-    state.pos.copy_(torch.tensor([7, 9, 3]))
-    pos = state.pos[:, None] + torch.arange(1, 5)  # (B, T)
-    seed = state.seed[:, None].expand_as(pos)
-    assert torch.equal(state.noise(pos), uniform(seed, pos))
+    batch = engine.batch
+    batch.sampling_path = "plain"
+    batch.seed.copy_(torch.tensor([5, 6, 2**40]))
+    batch.pos.copy_(torch.tensor([7, 9, 3]))
+    pos = batch.pos[:, None] + torch.arange(1, 5)  # (B, T)
+    seed = batch.seed[:, None].expand_as(pos)
+    assert torch.equal(batch.noise(pos), uniform(seed, pos))
     for purpose in (DRAFT_DRAW, ACCEPT):
-        noise = state.noise(pos, purpose)
-        assert torch.equal(engine.rows(1, 3).state.noise(pos[1:], purpose), noise[1:])
+        noise = batch.noise(pos, purpose)
+        assert torch.equal(engine.rows(1, 3).batch.noise(pos[1:], purpose), noise[1:])
         offset = torch.arange(1, 5).expand_as(pos)
-        assert torch.equal(noise, round_uniform(seed, state.pos[:, None], offset, purpose))
+        assert torch.equal(noise, round_uniform(seed, batch.pos[:, None], offset, purpose))
         assert len({*noise.flatten().tolist()}) == noise.numel()
 
 
@@ -486,7 +486,7 @@ def test_warm_up_of_one_row_alone(folder_of, monkeypatch):
     run = engine.run
 
     def watched(step):
-        row_counts.append(len(step.rows.state.pos))
+        row_counts.append(len(step.rows.batch.pos))
         return run(step)
 
     monkeypatch.setattr(engine, "run", watched)
@@ -565,9 +565,9 @@ def test_prompt_lookup_proposes_what_followed_the_latest_match(text_folder):
     model, proposals, N, K = load_model(text_folder, dtype=torch.float32), [], 2, 4
 
     class Recorded(NgramDraft):
-        def propose(self, state, plan):
-            tokens, probs = super().propose(state, plan)
-            text = state.tokens[0, : int(state.pos[0]) + 1].tolist()
+        def propose(self, batch, plan):
+            tokens, probs = super().propose(batch, plan)
+            text = batch.tokens[0, : int(batch.pos[0]) + 1].tolist()
             proposals.append((text, tokens[0].tolist(), probs[0].clone()))
             return tokens, probs
 

@@ -508,7 +508,7 @@ def test_drafts_of_sparse_models_keep_the_text(family, kind, folder_of):
     prompts = [[5, 9, 5, 9, 5], [7, 80, 3]]
     assert [
         *generate(model, prompts, engine=engine, **options)
-    ] and engine.state.accepted is not None
+    ] and engine.batch.accepted is not None
     text = [[], []]
     for row, id in generate(model, prompts, engine=engine, **options):
         text[row].append(id)

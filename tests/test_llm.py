@@ -702,7 +702,7 @@ def test_a_deleted_llm_is_freed_at_once(options):
         stream = llm.stream(PROMPT, **GREEDY)
         next(stream)
         stream.close()
-        parts = [llm, llm.engine, llm.engine.model, llm.engine.drafter, llm.engine.state]
+        parts = [llm, llm.engine, llm.engine.model, llm.engine.drafter, llm.engine.batch]
         parts = [part for part in parts if part is not None]
         freed = [weakref.ref(part) for part in parts]
         del llm, parts

@@ -818,7 +818,7 @@ def test_log_probabilities_of_prompts_are_those_of_one_pass(draft, folder_of, mo
 def test_nothing_is_noted_where_nobody_asks(folder_of):
     model = load_model(folder_of("llama-3"), dtype=torch.float32)
     rows, noted = decoded(model, Sampling(0))
-    assert noted == [[], []] and not hasattr(Engine(model, 1, 8).state, "top_logprobs")
+    assert noted == [[], []] and not hasattr(Engine(model, 1, 8).batch, "top_logprobs")
     assert decoded(model, Sampling(0), logprobs=0)[0] == rows
 
 

@@ -14,10 +14,10 @@ from conftest import generate
 from test_dflash import dflash_folder
 from test_drafts import eagle_folder, pard_folder
 
+import decoding.batch
 import decoding.engine as program
 import decoding.readback as clock
 import decoding.scheduler as scheduler
-import decoding.state
 from decoding.engine import Engine
 from decoding.kv_8bit import Int8Cache
 from decoding.prefill import next_prompt
@@ -265,10 +265,10 @@ def test_a_broken_admission_is_caught(model_of, monkeypatch, broken):
         usual = scheduler.common_prefix
         monkeypatch.setattr(scheduler, "common_prefix", lambda x, y: min(len(x), usual(x, y) + 1))
     elif broken == "parking":
-        monkeypatch.setattr(program.State, "park", lambda self, slot: self.done[slot].fill_(False))
+        monkeypatch.setattr(program.Batch, "park", lambda self, slot: self.done[slot].fill_(False))
     else:
         monkeypatch.setattr(
-            decoding.state, "common_path", lambda requests: next(iter(requests)).path
+            decoding.batch, "common_path", lambda requests: next(iter(requests)).path
         )
     wrong = set()
     for seed in (7, 13):

@@ -18,8 +18,8 @@ from steps import plan_k, prefill_all, start_all_alike, token_records
 from torch import Tensor
 
 import cli.report as report
+import decoding.batch
 import decoding.readback as clock
-import decoding.state
 import speculative
 from cli.report import RowStatistics
 from decoding.costs import Costs, costs_at, expected_tokens
@@ -370,8 +370,8 @@ def sequences(model, drafter, sampling: Sampling, k, runs: int = 4, **options) -
         with torch.inference_mode():
             for _ in range(TAIL - 1):  # each round decides one token at least
                 engine.run(Step(engine.rows(0, rows), end, k))
-        assert engine.state.done.all()
-        index = engine.state.tokens[:, begin:end] @ V ** torch.arange(TAIL - 1, -1, -1)
+        assert engine.batch.done.all()
+        index = engine.batch.tokens[:, begin:end] @ V ** torch.arange(TAIL - 1, -1, -1)
         counts = counts + index.bincount(minlength=V**TAIL)
     return counts
 
@@ -450,9 +450,9 @@ def test_penalised_sequences_have_the_targets_joint_law(kind):
 @pytest.mark.attack
 def test_penalties_blind_to_drafted_tokens_are_caught(monkeypatch):
     """All positions of a round see the tokens that were decided before it."""
-    model, penalize = tiny(3), decoding.state.penalize
+    model, penalize = tiny(3), decoding.batch.penalize
     monkeypatch.setattr(
-        decoding.state,
+        decoding.batch,
         "penalize",
         lambda logits, tokens, pos, *rest: penalize(
             logits, tokens, pos[:, :1].expand_as(pos), *rest
@@ -845,7 +845,7 @@ def test_no_host_sync_inside_a_round(margins, kind, sampling):
             engine.run(Step(engine.rows(0, 4), 30, k))
         for control in (lambda t: t[0].item(), lambda t: t[t > 3], lambda t: bool(t[0] > 3)):
             with pytest.raises(AssertionError, match="waits for the device"):
-                control(engine.state.pos)
+                control(engine.batch.pos)
 
 
 @pytest.mark.compiled
@@ -916,7 +916,7 @@ def test_coming_back_from_plain_steps_fills_the_drafts_cache(margins, deep):
     after = [cache.k for cache in caches]
     for row, prompt in enumerate(prompts):
         n = filled[row] - 1  # positions before the last decided token
-        tokens, alone = engine.state.tokens[row : row + 1, :n], draft.make_caches(1, n)
+        tokens, alone = engine.batch.tokens[row : row + 1, :n], draft.make_caches(1, n)
         with torch.inference_mode():
             draft.hidden(tokens, torch.arange(n), alone)
         for layer, cache in enumerate(after):

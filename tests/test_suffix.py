@@ -185,7 +185,7 @@ def unaligned(self, align, state, k):
 def test_a_draft_is_compared_up_to_the_last_decided_token(last_guess, is_drafted, model):
     """The host knew the text up to position 1 and drafted three tokens; two more were decided."""
     drafter = SuffixDraft()
-    state = Engine(model, 1, 96, drafter=drafter, speculate_k=3).state
+    state = Engine(model, 1, 96, drafter=drafter, speculate_k=3).batch
     state.tokens[0, :4] = torch.tensor([1, 2, 3, 4])
     state.pos[0] = 3
     state.done[0] = False

@@ -156,14 +156,14 @@ class StepCompiler:
         self.compile = compile
         self.steps: dict[tuple, Callable] = {}
 
-    def __call__(self, function: Callable, state: nn.Module, *static) -> Callable:
-        """The function, or its compiled form for the state's sampling path and number of rows, and
+    def __call__(self, function: Callable, batch: nn.Module, *static) -> Callable:
+        """The function, or its compiled form for the batch's sampling path and number of rows, and
         for `static`. A method is compiled once for all row views of its object."""
         if not self.compile:
             return function
         unbound = getattr(function, "__func__", function)
         instance = getattr(function, "__self__", None)
-        key = (unbound, state.sampling_path, len(state.pos), *static)
+        key = (unbound, batch.sampling_path, len(batch.pos), *static)
         if key not in self.steps:
             self.steps[key] = compiled(unbound, self.device)
         return self.steps[key] if instance is None else functools.partial(self.steps[key], instance)

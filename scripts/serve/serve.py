@@ -37,11 +37,11 @@ from cli.opening import Workload, open_llm
 from cli.page import page
 from cli.prompts import finite_number, refuse_constant
 from cli.report import greedy_text
+from decoding.batch import MAX_STOP_IDS
 from decoding.errors import UserError
 from decoding.grammar import Grammar
 from decoding.sampling import Sampling
 from decoding.settings import is_random, new_tokens, random_seed
-from decoding.state import MAX_STOP_IDS
 from decoding.validation import check_lengths, check_settings, reason_of
 from loading.chat_messages import join_parts
 from loading.target import pick_device

@@ -90,12 +90,12 @@ import speculative
 from benchmarks.record import record
 from cli.errors import exit_on_error
 from cli.flags import Parser, positive
+from decoding.batch import Batch
 from decoding.costs import Costs
 from decoding.engine import Engine
 from decoding.memory import Memories
 from decoding.sampling import DRAFT_DRAW, FILTERED, PLAIN, Sampling
 from decoding.scheduler import Request
-from decoding.state import State
 from decoding.statistics import Timing, TokenRecord
 from drafts.base import Drafter, ModelDraft
 from drafts.dflash import DFlash, DFlashDraft, DFlashModel
@@ -792,8 +792,8 @@ def patched(owner, name: str, value) -> Callable:
 
 
 def keeping(name: str) -> Callable:
-    """State.fill, but for one tensor, where a slot keeps what its first request wrote."""
-    fill = State.fill
+    """Batch.fill, but for one tensor, where a slot keeps what its first request wrote."""
+    fill = Batch.fill
 
     def fill_the_rest(state, slot, request):
         is_used, values = state.prompt_length[slot] > 0, getattr(state, name)[slot].clone()
@@ -812,8 +812,8 @@ CONTROLS = {  # name -> what is put in place of the code
     "the bonus by the law before": patched(speculative, "accept", stale_bonus),
 }
 IN_SLOTS = {  # of these, those that are right until another request takes the slot
-    "a slot keeps its first seed": patched(State, "fill", keeping("seed")),
-    "a slot keeps its first sampling": patched(State, "fill", keeping("values")),
+    "a slot keeps its first seed": patched(Batch, "fill", keeping("seed")),
+    "a slot keeps its first sampling": patched(Batch, "fill", keeping("values")),
     "a slot lends its last token": patched(
         Request, "cached_ids", lambda request: request.prompt + request.tokens
     ),

@@ -87,7 +87,7 @@ TESTS = {
     "decoding/runner.py": "engine requests caches -k 'engine or requests or clearing or rows_take'",
     "decoding/sampling.py": "sampling requests numbers",
     "decoding/scheduler.py": "engine requests generate slots",
-    "decoding/state.py": "requests generate slots",
+    "decoding/batch.py": "requests generate slots",
     "decoding/statistics.py": "report engine requests tp suffix speculative"
     " -k 'report or engine or requests or host or late or turns_keep'",
     "decoding/stop_strings.py": "stop_strings inputs",

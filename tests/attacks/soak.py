@@ -191,7 +191,7 @@ def warm_lengths(engine: Engine) -> None:
     runners = [first.target] + ([first.drafter.runner] if len(engine.runners) > 1 else [])
     for n in sorted({padded_length(n) for n in range(1, CONTEXT + 1)}):
         for runner in runners:
-            runner.hidden(*runner.inputs(first.state.tokens, 0, min(n, CONTEXT)))
+            runner.hidden(*runner.inputs(first.batch.tokens, 0, min(n, CONTEXT)))
 
 
 class Recorded(LLM):
@@ -364,7 +364,7 @@ def work(engines: dict, minutes: float, most: int | None, seed: int, words: list
             if time.monotonic() > end:
                 return
             name = draw.choice(list(engines))
-            asked = random_request(draw, name, engines[name][0].state.pos.size(0), words)
+            asked = random_request(draw, name, engines[name][0].batch.pos.size(0), words)
             try:
                 say.send((asked, serve(*engines[name], asked), holds()))
             except Exception:

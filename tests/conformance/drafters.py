@@ -114,23 +114,23 @@ class OneRow:
 
     def propose(self, text, plan):
         engine, request = self.engine, self.request
-        state, target, drafter = engine.rows(0, 1)
+        batch, target, drafter = engine.rows(0, 1)
         length = text.length
         request.tokens = text.tokens[0, len(request.prompt) : length].tolist()
         request.sampling = text.sampling
-        state.tokens[:, :length] = text.tokens[:, :length]
-        state.pos.copy_(text.pos)
-        state.seed.copy_(text.seed)
-        state.values[:] = text.values
-        state.done.fill_(False)
-        state.draft_limit.fill_(plan.k)
-        state.sampling_path = text.sampling_path
+        batch.tokens[:, :length] = text.tokens[:, :length]
+        batch.pos.copy_(text.pos)
+        batch.seed.copy_(text.seed)
+        batch.values[:] = text.values
+        batch.done.fill_(False)
+        batch.draft_limit.fill_(plan.k)
+        batch.sampling_path = text.sampling_path
         if request.num_computed < length - 1:
-            target.prefill(state.tokens, request.num_computed, length - 1, engine.runner.chunk)
+            target.prefill(batch.tokens, request.num_computed, length - 1, engine.runner.chunk)
             request.num_computed = length - 1
         prefill_draft(engine, request.slot, length - 1)
         drafter.expect([request], 0)
-        return drafter.propose(state, plan._replace(requests=[(0, request)]))
+        return drafter.propose(batch, plan._replace(requests=[(0, request)]))
 
 
 def check(holds: bool, message: str) -> None:
@@ -347,7 +347,7 @@ def check_newest_state(make: Callable, model: Transformer, k: int, twin: Callabl
     states = engine.runner.caches.aux_hidden_states
     if not states:
         return
-    drafter.other_states = (engine.state, [recorder.x for recorder in states.values()])
+    drafter.other_states = (engine.batch, [recorder.x for recorder in states.values()])
     texts_of(engine, prompts, sampling=Sampling(3), seed=5, max_new_tokens=12)
     check(
         any(drafter.differs),
@@ -370,8 +370,8 @@ def with_other_states(drafter_class: type[Drafter]) -> type[Drafter]:
     class Asked(drafter_class):
         def propose(self, batch, plan):
             tokens, q = (x.clone() for x in super().propose(batch, plan))
-            state, recorded = self.other_states
-            newest = (state.pos - 1).clamp(0, recorded[0].size(1) - 1)  # (B,)
+            batch, recorded = self.other_states
+            newest = (batch.pos - 1).clamp(0, recorded[0].size(1) - 1)  # (B,)
             row = torch.arange(len(newest))
             right = [x[row, newest] for x in recorded]
             for x in recorded:

@@ -1,9 +1,9 @@
 """The slots of a batch as fixed tensors, which every step reads and writes in place.
 
-    State       tokens, positions, ends and samplings of each slot; `fill` gives a slot a request,
+    Batch       tokens, positions, ends and samplings of each slot; `fill` gives a slot a request,
                 `commit` appends the tokens of a step, `park` takes a slot out
 
-speculative.decode_round is the step that changes a State.
+speculative.decode_round is the step that changes a Batch.
 """
 
 import math
@@ -32,14 +32,14 @@ from tp import ALONE, Ranks
 MAX_STOP_IDS = 64
 
 
-class State(nn.Module):
+class Batch(nn.Module):
     """B slots of S positions in fixed tensors. Steps read and write them in place, so a replayed
-    step needs nothing from the host. A row_view of a State is a State of a range of slots.
+    step needs nothing from the host. A row_view of a Batch is a Batch of a range of slots.
 
     `sampling_path` selects the code that serves the samplings of all rows; everything else may
-    change without compiling. With several ranks, rank 0's decisions enter every rank's state.
+    change without compiling. With several ranks, rank 0's decisions enter every rank's batch.
 
-    Of the engine's `options` a State follows three. logits_processor(logits (B, T, V), tokens (B,
+    Of the engine's `options` a Batch follows three. logits_processor(logits (B, T, V), tokens (B,
     S), pos (B, T)) returns the logits that tokens are drawn from; columns of `tokens` past a
     position in `pos` are scratch space, not text there. `logprobs` is the number of top tokens that
     steps may record for each token; None: they record nothing. `verification`: does a step decide
