@@ -73,7 +73,7 @@ class Checkpoint:
     def with_keys(self, keys: dict) -> "Checkpoint":
         """The same files, read as if config.json had these keys."""
         changed = Checkpoint(self.path, self.adapter)
-        changed.hf = self.hf | keys
+        changed.storage.hf = self.hf | keys
         return changed
 
     def __fspath__(self) -> str:

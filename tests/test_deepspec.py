@@ -133,7 +133,7 @@ def test_every_position_of_a_block_draws(rank, target, target_folder, tmp_path):
     options = {"drafter": drafter, "speculate_k": BLOCK, "sampling": sampling, "seed": 4}
     rows_of(target, PROMPTS[:2], max_new_tokens=12, **options)
     assert len(drafter.seen) > 1
-    for before, tokens, probs in drafter.seen:
+    for before, tokens, probs, _ in drafter.seen:
         for row in range(2):
             if len(before[row]) > 30:  # parked
                 continue

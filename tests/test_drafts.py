@@ -269,7 +269,7 @@ def distance(target: Transformer, drafter, twin, folder, plain: int = 0) -> tupl
             engine.step()
             accepted |= set(engine.batch.accepted.tolist()) if k else set()
     worst = 0.0
-    for before, tokens, probs in drafter.seen:
+    for before, tokens, probs, _ in drafter.seen:
         for row in range(4):
             want = twin(folder, before[row], tokens[row], sampling)
             worst = max(worst, (probs[row].double() - want).abs().max().item())
@@ -611,7 +611,7 @@ def test_turns_keep_both_caches(kind):
         engine.clear()
         engine.drafter.seen.clear()
         assert rows_of(target, [second], max_new_tokens=20, **hot) == got
-        for (_, a, p), (_, b, q) in zip(kept, engine.drafter.seen, strict=True):
+        for (_, a, p, _), (_, b, q, _) in zip(kept, engine.drafter.seen, strict=True):
             assert a == b and (p - q).abs().max() < 1e-4
     assert full, "no first turn ended with a round that was accepted whole: nothing is shown"
 

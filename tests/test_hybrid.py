@@ -403,7 +403,7 @@ def test_a_draft_that_rested_computes_what_it_lacks(models, monkeypatch):
         engine.step()
         num_rows = 2 if num_plain else 0
         assert widths == [*[padded_length(num_plain)] * num_rows, 2, 1]
-        for before, tokens, probs in zip(*drafter.seen[-1], strict=True):
+        for before, tokens, probs in zip(*drafter.seen[-1][:3], strict=True):
             text = torch.tensor([before + tokens])  # (1, n + 2)
             logits = draft(text, torch.arange(text.size(1)))
             alone = Sampling(0.5).probs(logits[0, len(before) - 1 : -1])

@@ -365,13 +365,13 @@ def check_newest_state(make: Callable, model: Transformer, k: int, twin: Callabl
 
 def with_other_states(drafter_class: type[Drafter]) -> type[Drafter]:
     """The class, noting in `differs` whether each q is another with random states in place of the
-    newest ones. `other_states`: the engine's State, and what the target has recorded (B, S, D)."""
+    newest ones. `other_states`: the engine's Batch, and what the target has recorded (B, S, D)."""
 
     class Asked(drafter_class):
         def propose(self, batch, plan):
             tokens, q = (x.clone() for x in super().propose(batch, plan))
-            batch, recorded = self.other_states
-            newest = (batch.pos - 1).clamp(0, recorded[0].size(1) - 1)  # (B,)
+            whole, recorded = self.other_states
+            newest = (whole.pos - 1).clamp(0, recorded[0].size(1) - 1)  # (B,)
             row = torch.arange(len(newest))
             right = [x[row, newest] for x in recorded]
             for x in recorded:
