@@ -112,8 +112,9 @@ def speculate(
 
     drafter.propose(text, plan) returns k tokens (1, k) for the positions after text.pos, and the
     distributions (1, k, V) that it drew them from, or zeros for no draft. Those of drafts/ need an
-    engine's slots. `target`: a Transformer, or in its place a runner, with caches for one row; by
-    default passes round as an engine's do. UserError for what `decode` refuses.
+    engine's slots. `target`: a Transformer, whose passes round as an engine's do, or in its place a
+    runner with `model`, `prefill` and `slice_to` as ModelRunner has them, and caches of a row of
+    len(prompt) + max_new_tokens + k positions. UserError for what `decode` refuses.
     """
     end = len(prompt) + int(max_new_tokens)
     runner = target
