@@ -13,7 +13,8 @@
     mtp.py              MTP heads: one layer in the target's own files
     dflash.py           DFlash, DSpark: a block of tokens from one pass over the target's hidden
                         states
-    hidden_states.py    the target's hidden states, for eagle.py, mtp.py and dflash.py
+    hidden_states.py    the target's hidden states, for eagle.py, mtp.py and dflash.py; published.py
+                        reads their folders
 
 registry.py chooses one for a folder or a spec; speculative.py verifies what they propose.
 """

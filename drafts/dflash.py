@@ -32,16 +32,8 @@ import torch
 from torch import Tensor, nn
 
 from drafts.base import ParallelDraft
-from drafts.hidden_states import (
-    STATES_KEY,
-    HiddenStateDraft,
-    HiddenStateModel,
-    HiddenStateSource,
-    check_target,
-    layer_config,
-    neighbours,
-    read_state_ids,
-)
+from drafts.hidden_states import HiddenStateDraft, HiddenStateModel, HiddenStateSource
+from drafts.published import STATES_KEY, check_target, layer_config, neighbours, read_state_ids
 from drafts.vocabulary import read_token_id
 from loading.config import Section
 from model import Caches, Config, Linear, RMSNorm, apply_rope_partly

@@ -20,16 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drafts.hidden_states import (
-    STATES_KEY,
-    HiddenStateSource,
-    PairDraft,
-    PairModel,
-    check_target,
-    layer_config,
-    neighbours,
-    read_state_ids,
-)
+from drafts.hidden_states import HiddenStateSource, PairDraft, PairModel
+from drafts.published import STATES_KEY, check_target, layer_config, neighbours, read_state_ids
 from loading.checkpoint import Checkpoint
 from loading.config import Section
 from model import Caches, Config, Linear, RMSNorm

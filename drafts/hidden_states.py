@@ -3,17 +3,13 @@ share.
 
 A target of L layers has L + 1 states at each position, which are numbered alike everywhere in this
 project: state 0 is the embedding, and state i is what leaves the i-th layer and enters the next.
-Published files count in two ways. Some name the layers whose inputs they read, counted from 0:
-these numbers are the states'. Others name the layers whose outputs they read, counted from 0, which
-is one less. `read_state_ids` converts them where a config.json is read.
 
-AuxHiddenStates     one state of the target, by position
-HiddenStateModel    a draft model that reads some of them, and its tensors in a folder
-HiddenStateDraft    makes the target record them
-PairModel           a block that reads pairs of a token and the state before it
-PairDraft           pairs decided tokens with the target's states, drafted ones with the draft's
-HiddenStateSource   a published folder; layer_config, check_target, read_state_ids and fill_parts
-                    read its parts
+    AuxHiddenStates     one state of the target, by position
+    HiddenStateModel    a draft model that reads some of them, and its tensors in a folder
+    HiddenStateDraft    makes the target record them
+    PairModel           a block that reads pairs of a token and the state before it
+    PairDraft           pairs decided tokens with the target's states, drafted ones with the draft's
+    HiddenStateSource   a published folder, whose parts published.py reads
 """
 
 import itertools
@@ -21,25 +17,20 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from decoding.errors import UserError
 from drafts.base import DraftSource, ModelDraft
+from drafts.published import STATES_KEY, check_target_ids, fill_parts
 from drafts.vocabulary import gather_logits
 from loading.checkpoint import Checkpoint
-from loading.config import NEOX_KEYS, Section, config_from_hf
-from loading.files import check_headers
-from loading.models import DTYPES, allocate, to_dtype
+from loading.models import allocate, to_dtype
 from loading.weight_names import pieces
 from model import Caches, Config, Linear, Transformer
 from weights.walker import quantized_copy
 
-# The key of config.json that names states by the numbers above. It is our own, and goes before the
-# keys of other programs, which count inputs in one file and outputs in the next.
-STATES_KEY = "target_hidden_states"
 TRY_VARIANTS = (
     'python -m scripts.compare --variants --a "FLAGS OF THIS RUN" tries other readings of its files'
 )
@@ -87,9 +78,8 @@ class HiddenStateModel(Transformer):
     """
 
     state_ids: tuple[int, ...]
-    fc: Linear
-    # Modules that a Transformer does not have.
-    OWN = ("fc", "hidden_norm", "input_norm", "markov_head")
+    # Modules of its own, which folders store under the same names.
+    OWN = ("fc", "fc_norm", "hidden_norm", "input_norm", "markov_head")
 
     def __init__(self, config: Config, vocab_size: int):
         super().__init__(config)
@@ -142,7 +132,7 @@ class HiddenStateModel(Transformer):
     def stored_parts(self) -> Iterator[tuple[str, Tensor]]:
         """(a tensor's name in a folder, the part of a parameter that it fills)."""
         for name, parameter in self.named_parameters():
-            if any(module in name for module in self.OWN):
+            if not {*self.OWN}.isdisjoint(name.split(".")):
                 yield name, parameter
                 continue
             for source, part in pieces(self.config, name, parameter):
@@ -185,19 +175,19 @@ class HiddenStateDraft(ModelDraft):
         maybe_compile: Callable,
     ) -> None:
         self.model.borrow(target.model)
-        states = self.record_hidden_states(batch.pos.size(0), target)
+        states = self.record_hidden_states(target)
         super().setup(batch, k_max, target, maybe_compile)
         self.runner.caches = self.runner.caches._replace(aux_hidden_states=states)
 
     def causes(self) -> list[str]:
         return [self.model.advice]
 
-    def record_hidden_states(self, B: int, target) -> dict[int, AuxHiddenStates]:
+    def record_hidden_states(self, target) -> dict[int, AuxHiddenStates]:
         """Make the target's ModelRunner record what the model reads, from now on."""
         like = target.model.norm.weight
         S = target.S + target.slack
         with torch.inference_mode(False):  # plain tensors, which any later code may write to
-            states = {i: AuxHiddenStates(B, S, like) for i in self.model.state_ids}
+            states = {i: AuxHiddenStates(target.B, S, like) for i in self.model.state_ids}
         target.caches = target.caches._replace(aux_hidden_states=states)
         return states
 
@@ -210,9 +200,8 @@ class PairModel(HiddenStateModel):
     distances and stay the same. Position 0 has no pair and is masked.
     """
 
-    recycles_normed: (
-        bool  # is a drafted token paired with the normed state, as the head's input is?
-    )
+    # Is a drafted token paired with the normed state, as the head's input is?
+    recycles_normed: bool
 
     def visible_by_window(
         self,
@@ -288,78 +277,6 @@ class PairDraft(HiddenStateDraft):
         output = h if model.recycles_normed else x
         self.last_state.copy_(output[:, -1:])
         return h
-
-
-def layer_config(layer: Section, outer: Section) -> Config:
-    """The Config of a draft's layers, whose settings may stand inside `outer`. `is_neox_style`
-    false, a key of vLLM and SGLang, is interleaved RoPE."""
-    is_neox = [
-        section.flag(key)
-        for section in (layer, outer)
-        for key in NEOX_KEYS
-        if section.get(key) is not None
-    ]
-    config = config_from_hf({key: value for key, value in layer.items() if key not in NEOX_KEYS})
-    return replace(config, rope_interleaved=not all(is_neox))
-
-
-def check_target(section: Section, sizes: dict[str, int]) -> None:
-    """UserError for a draft whose sizes are of another target than the one of these sizes."""
-    for key, size in sizes.items():
-        if section.size(key, size) != size:
-            raise section.refused(key, f"is of another target: this one has {size}")
-
-
-def read_state_ids(
-    section: Section, key: str, highest: int, are_outputs: bool = False
-) -> tuple[int, ...]:
-    """The states that a list of config.json names by their layers, 0 to `highest`: by the layers
-    that they enter, or by those that they leave if `are_outputs`. UserError for another list."""
-    ids = section.get(key)
-    is_list = isinstance(ids, list) and len(ids) > 0
-    if not is_list or not all(type(i) is int and 0 <= i <= highest for i in ids):
-        raise section.refused(key, f"must be layers of the target, 0 to {highest}")
-    return tuple(i + are_outputs for i in ids)
-
-
-def neighbours(state_ids: tuple[int, ...], L: int) -> list[list[int]]:
-    """These states of a target of L layers, those before them and those after them."""
-    shifted = [[i + step for i in state_ids] for step in (0, -1, 1)]
-    return [ids for ids in shifted if min(ids) >= 0 and max(ids) <= L]
-
-
-def check_target_ids(target_ids: Tensor, V: int, path: Path) -> None:
-    """UserError unless a draft's tokens (n,) stand for different ids of the target's V."""
-    is_outside = (target_ids < 0) | (target_ids >= V)
-    if is_outside.any():
-        draft_id = is_outside.nonzero()[0].item()
-        raise UserError(
-            f"{path}: d2t gives token {draft_id} the target's id {target_ids[draft_id]}, and the"
-            f" target has {V}: this draft was made for another target"
-        )
-    unique_ids, counts = target_ids.unique(return_counts=True)
-    if len(unique_ids) < len(target_ids):
-        repeated_id = unique_ids[counts > 1][0]
-        draft_ids = (target_ids == repeated_id).nonzero().flatten().tolist()
-        raise UserError(
-            f"{path}: d2t gives tokens {draft_ids[0]} and {draft_ids[1]} the same id of the"
-            f" target's, {repeated_id}: fetch the file again"
-        )
-
-
-@torch.no_grad()
-def fill_parts(
-    path: Path,
-    tensors: dict[str, object],
-    parts: dict[str, Tensor],
-    maps: dict[str, tuple] | None = None,
-) -> None:
-    """Copy the stored tensors of a folder into the parts of these names. UserError lists those
-    that do not fit. `maps`: shape and types of further tensors."""
-    expected = {name: (tuple(part.shape), DTYPES) for name, part in parts.items()}
-    check_headers(path, expected | (maps or {}), tensors, False)
-    for name, part in parts.items():
-        part.copy_(tensors[name][...])
 
 
 class HiddenStateSource(DraftSource):

@@ -30,21 +30,15 @@ import torch
 from torch import Tensor, nn
 
 from decoding.errors import UserError
-from drafts.hidden_states import (
-    TRY_VARIANTS,
-    HiddenStateSource,
-    PairDraft,
-    PairModel,
-    check_target,
-    fill_parts,
-)
+from drafts.hidden_states import TRY_VARIANTS, HiddenStateSource, PairDraft, PairModel
+from drafts.published import check_target, fill_parts
 from loading.checkpoint import Checkpoint
 from loading.config import Section
 from loading.families import FAMILIES
 from loading.weight_names import pieces
 from model import Caches, Config, Linear, RMSNorm, Transformer
 
-OWN = ("enorm", "hnorm", "eh_proj", "norm")  # the modules beside the layer
+HEAD_MODULES = ("enorm", "hnorm", "eh_proj", "norm")  # the modules beside the layer
 COPIES = ("embed_tokens.weight", "head.weight")  # how copies of the target's are called
 # Keys of config.json that declare heads, in transformers' two spellings and MiniMax's.
 COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
@@ -57,9 +51,9 @@ class Mtp(NamedTuple):
     """A family's MTP head; the defaults are those of most."""
 
     prefix: str = "model.layers.{}."  # of its tensors; {}: the number of the target's layers
-    # Of OWN. Where the last one is missing, the target's norm takes its place.
+    # Of HEAD_MODULES. Where the last one is missing, the target's norm takes its place.
     names: tuple[str, ...] = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-    layer: str = ""  # the further prefix of the layer's
+    layer: str = ""  # the further prefix of the decoder layer's
     state_first: bool = False  # does eh_proj read the state before the embedding?
     reads_normed: bool = True  # is the target's state read after the target's last norm?
     recycles_normed: bool = True  # and the head's own after `norm`?
@@ -124,6 +118,7 @@ class MtpModel(PairModel):
         super().__init__(config, config.vocab_size)
         self.mtp = mtp
         self.recycles_normed = mtp.recycles_normed
+        self.n_layers = n_layers
         self.state_ids = (n_layers,)
         self.embed = None
         self.lm_head = None
@@ -131,7 +126,7 @@ class MtpModel(PairModel):
         self.hnorm = RMSNorm(config.dim, config.norm_eps)
         self.eh_proj = Linear(2 * config.dim, config.dim, bias=False)
         self.target_norm = nn.Identity()
-        if len(mtp.names) < len(OWN):
+        if len(mtp.names) < len(HEAD_MODULES):
             self.norm = None
 
     def borrow(self, target: Transformer) -> None:
@@ -161,8 +156,8 @@ class MtpModel(PairModel):
         return self.layers[0](x, pos, rope, visible, caches.layers[0])
 
     def stored_parts(self) -> Iterator[tuple[str, Tensor]]:
-        prefix = self.mtp.prefix.format(*self.state_ids)
-        names = dict(zip(OWN, self.mtp.names))
+        prefix = self.mtp.prefix.format(self.n_layers)
+        names = dict(zip(HEAD_MODULES, self.mtp.names))
         for name, parameter in self.named_parameters():
             module, _, part = name.rpartition(".")
             if module in names:

@@ -30,7 +30,7 @@ from drafts.base import Drafter, ModelDraft
 from drafts.dflash import DFlashDraft, DFlashModel, dflash_of
 from drafts.eagle import EagleDraft, EagleModel, eagle_of
 from drafts.hidden_states import AuxHiddenStates, PairModel
-from drafts.mtp import COUNTS, OWN, MtpDraft, MtpModel, head_config, mtp_of, switch_keys
+from drafts.mtp import COUNTS, HEAD_MODULES, MtpDraft, MtpModel, head_config, mtp_of, switch_keys
 from drafts.pard import PardDraft
 from loading.config import Section, config_from_hf
 from loading.files import save_tensors, write_atomically
@@ -436,7 +436,7 @@ class MtpHead(PairKind, TargetHead):
             "mtp_mlp_layer_types": ["dense"],
         }
         self.mtp = mtp_of(target)
-        if len(self.mtp.names) < len(OWN):
+        if len(self.mtp.names) < len(HEAD_MODULES):
             raise UserError(
                 f"--kind mtp: a head for {target.family} has no norm of its own after its layer,"
                 " and such heads cannot be trained"

@@ -97,6 +97,7 @@ TESTS = {
     "drafts/dflash.py": "dflash deepspec",
     "drafts/eagle.py": "drafts -k 'eagle or config or folder or tensors or layer_ids or turns'",
     "drafts/hidden_states.py": "dflash drafts -k 'dflash or eagle_is_its_twin'",
+    "drafts/published.py": "dflash drafts",
     "drafts/ngram.py": "speculative errors inputs -k 'prompt_lookup or ngram or inputs or errors'",
     "drafts/pard.py": "errors drafts -k 'errors or pard or config or folder'",
     "drafts/suffix.py": "suffix numbers",
