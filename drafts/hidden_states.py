@@ -280,15 +280,11 @@ class PairDraft(HiddenStateDraft):
 
 
 class HiddenStateSource(DraftSource):
-    """A published folder of such a draft. A subclass reads its config.json, and makes the model
-    that `load` fills."""
+    """A published folder of such a draft. A subclass reads its config.json; its new_model() is the
+    model that `load` fills, and its choices() are the values of keys of config.json that the
+    weights may have been trained with, of each key first the one that is read."""
 
     draft_class: type[HiddenStateDraft]
-
-    def choices(self) -> dict[str, list]:
-        """The values of keys of config.json that the weights may have been trained with, and first
-        of each the one that is read."""
-        raise NotImplementedError
 
     def variants(self) -> list[tuple[str, DraftSource]]:
         choices = self.choices()
@@ -298,9 +294,6 @@ class HiddenStateSource(DraftSource):
             source = type(self)(self.origin.with_keys(keys), self.target_config, self.options)
             variants.append((json.dumps(keys)[1:-1], source))
         return variants
-
-    def new_model(self) -> HiddenStateModel:
-        raise NotImplementedError
 
     def load(self, target: Transformer, tokenizer) -> HiddenStateDraft:
         """The drafter, in the target's dtype."""
