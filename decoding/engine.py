@@ -196,9 +196,13 @@ class Engine:
         stop_ids = frozenset(stop_ids)
         ids = range(self.scheduler.next_id, self.scheduler.next_id + len(prompts))
         try:
-            for prompt, sampling, budget, seed in zip(prompts, samplings, budgets, seeds):
+            for prompt, row_sampling, budget, row_seed in zip(prompts, samplings, budgets, seeds):
                 self.add_request(
-                    prompt, sampling=sampling, max_new_tokens=budget, stop_ids=stop_ids, seed=seed
+                    prompt,
+                    sampling=row_sampling,
+                    max_new_tokens=budget,
+                    stop_ids=stop_ids,
+                    seed=row_seed,
                 )
             requests = [self.requests[id] for id in ids]
             if timing is not None:

@@ -40,15 +40,15 @@ class Meter:
         """Record an engine's Step, whose result has given these tokens to requests that had not
         ended before."""
         now = time.perf_counter()
-        record = self.step_record(step, result, decided, now)
+        step_record = self.step_record(step, result, decided, now)
         for row, request, ids in decided:
             if len(request.tokens) == len(ids):  # its first ones
                 times = request.prefill_times
                 request.prefill_s = sum(seconds_between(*pair) for pair in times)
                 request.ttft_s = now - request.started
-            if record is not None:
-                request.steps.append(record)
-                request.decode_s += record.seconds
+            if step_record is not None:
+                request.steps.append(step_record)
+                request.decode_s += step_record.seconds
             request.token_steps += [len(request.steps)] * len(ids)
             if self.runs_rounds:
                 overlaps = result.overlaps_of(row)
@@ -84,17 +84,18 @@ class Meter:
         in those whose draft's acceptance was not known beforehand."""
         for plan in step.plans:
             expected = dict(zip(plan.requests, plan.expected))
-            mine = [row for row in decided if row.request in expected]
-            gains = [len(ids) for _, request, ids in mine if request.ending is None]
+            planned = [one for one in decided if one.request in expected]
+            gains = [len(ids) for _, request, ids in planned if request.ending is None]
             if gains:
                 plan.memory.of(Gains).observe(plan, sum(gains) / len(gains))
-            drawn = [row for row in mine if expected[row.request] is None]
-            if plan.k and drawn:
-                self.observe_round(plan, result, drawn)
+            unforeseen = [one for one in planned if expected[one.request] is None]
+            if plan.k and unforeseen:
+                self.observe_round(plan, result, unforeseen)
 
     def observe_round(
         self, plan: MemoryPlan, result: StepResult, decided: Sequence[Decided]
     ) -> None:
+        """Tell a memory the overlap at each position that was reached, of rows with a draft."""
         draft_length = plan.memory.draft_length
         drafted = [(row, len(ids)) for row, _, ids in decided if result.num_drafted[row]]
         draft_length.drafted(len(drafted), len(decided))

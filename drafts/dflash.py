@@ -93,7 +93,7 @@ class DFlashModel(HiddenStateModel):
             attention = layer.attention
             H, G = attention.heads()
             qkv = attention.qkv(context).unflatten(-1, (-1, attention.head_dim))
-            _, k, v = qkv.transpose(1, 2).split((H, G, G), dim=1)  # (B, T, H + 2G, E) -> (B, …)
+            _, k, v = qkv.transpose(1, 2).split((H, G, G), dim=1)  # (B, G, T, E)
             k = apply_rope_partly(attention.k_norm(k), cos, sin, attention.interleaved)
             keys_values.append((k, v))
         return keys_values
@@ -104,8 +104,9 @@ class DFlashModel(HiddenStateModel):
         pos: Tensor,
         caches: Caches,
     ) -> Tensor:
-        """Write keys and values of decided positions pos (B, T) or (T,), whose hidden states the
-        target has recorded. Returns the context (B, T, D)."""
+        """What a prompt or a round runs for decided positions pos (B, T) or (T,), whose hidden
+        states the target has recorded: no tokens, but the context (B, T, D), of which the caches
+        get keys and values."""
         pos = pos.expand(tokens.shape)
         context = self.target_states(caches, pos)
         keys_values = self.keys_values(context, pos, caches.max_seq_length)
@@ -146,8 +147,8 @@ class DFlashDraft(HiddenStateDraft, ParallelDraft):
     def __init__(self, model: DFlashModel):
         super().__init__(model)
         self.num_scratch = model.dflash.block_size
-        self.begin = int(not model.dflash.has_anchor)  # position that draws the first token
-        self.max_k = self.num_scratch - self.begin
+        self.first_drawn = int(not model.dflash.has_anchor)  # the block's position that draws it
+        self.max_k = self.num_scratch - self.first_drawn
 
     def draw_all(
         self,
@@ -164,9 +165,9 @@ class DFlashDraft(HiddenStateDraft, ParallelDraft):
         tokens = torch.where(steps == 0, last, self.model.dflash.mask)  # (B, W)
         # The blocks of parked rows go behind all positions of this cache, where nothing attends to
         # them.
-        begin = torch.where(pos < batch.parked_pos, pos, self.runner.S)
-        h = self.model.block_hidden(tokens, begin + steps, caches)  # (B, W, D)
-        h = h[:, self.begin : self.begin + K]  # (B, K, D)
+        block_begin = torch.where(pos < batch.parked_pos, pos, self.runner.S)
+        h = self.model.block_hidden(tokens, block_begin + steps, caches)  # (B, W, D)
+        h = h[:, self.first_drawn : self.first_drawn + K]  # (B, K, D)
         if not self.model.markov_head:
             self.draw(batch, h, pos + 1 + steps[:K])
             return

@@ -99,7 +99,7 @@ class EagleModel(PairModel):
         return x + layer.ffn(layer.ffn_norm(x))
 
     def fill(self, checkpoint: Checkpoint, target: Config) -> None:
-        """As in other models, in either layout."""
+        """As in other models, under either name of the first layer."""
         is_safeai = any(name.startswith("midlayer.") for name in checkpoint.tensors)
         super().fill(checkpoint, target, "midlayer" if is_safeai else "layers.0")
         if self.eagle.assumption:

@@ -156,7 +156,7 @@ def test_a_broken_dspark_is_caught(broken, target, target_folder, tmp_path, monk
     if topk:
         model.dflash = model.dflash._replace(draft_topk=0)
     elif broken == "z-lab's first":
-        drafter.begin = 1
+        drafter.first_drawn = 1
     elif broken == "no bias":
         model.markov_head = torch.nn.Sequential()
     else:  # always of token 0
