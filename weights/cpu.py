@@ -454,15 +454,16 @@ def int8_form(codes: Tensor) -> type[PackedInt8] | None:
     small ones. Sums of more than 2^16 products could overflow."""
     if codes.device.type != "cpu" or codes.nbytes < LARGE_BYTES or codes.size(1) > 2**16:
         return None
-    # oneDNN's kernels for AMX and VNNI read as fast as fbgemm's, and compute faster.
-    forms = (TransposedInt8,) if has_tiles() else (PackedInt8, FbgemmInt8)
+    # oneDNN's kernels for AMX and VNNI read as fast as fbgemm's, and compute faster. Held to older
+    # instructions, they may add pairs in 16 bits.
+    forms = (TransposedInt8 if has_tiles() else PackedInt8, FbgemmInt8)
     return next((form for form in forms if sums_exactly(form)), None)
 
 
 def reads_int8_faster(num_weights: int) -> bool:
     """Does this processor read large matrices faster in int8 than in int4? So it is without VNNI
     instructions, where aten's int4 kernel computes as long as fbgemm reads twice the bytes."""
-    lacks_vnni = not has_tiles() and not sums_exactly(PackedInt8)
+    lacks_vnni = not sums_exactly(PackedInt8)
     return num_weights >= LARGE_BYTES and lacks_vnni and sums_exactly(FbgemmInt8)
 
 
