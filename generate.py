@@ -381,7 +381,7 @@ class LLM:
                 if num_free > 0 and not started:
                     return  # none is left
                 with self.lock:
-                    if self.running:
+                    if self.engine.has_unfinished():
                         self.engine.step()
                         self.feed()
                 finished = [answer for answer in started if answer.is_finished]

@@ -112,23 +112,26 @@ def speculate(
 
     drafter.propose(text, plan) returns k tokens (1, k) for the positions after text.pos, and the
     distributions (1, k, V) that it drew them from, or zeros for no draft. Those of drafts/ need an
-    engine's slots. `target`: a Transformer, whose passes round as an engine's do, or in its place a
-    runner with `model`, `prefill` and `slice_to` as ModelRunner has them, and caches of a row of
-    len(prompt) + max_new_tokens + k positions. UserError for what `decode` refuses.
+    engine; examples/notebook.py has one for this function. `target`: a Transformer, whose passes
+    round as an engine's do, or in its place a runner with `model`, `prefill` and `slice_to` as
+    ModelRunner has them, and caches of a row of len(prompt) + max_new_tokens + k positions.
+    UserError for what `decode` refuses.
     """
     end = len(prompt) + int(max_new_tokens)
-    runner = target
-    if isinstance(target, Transformer):  # imports are here for examples/notebook.py, a copy of this
+    if isinstance(target, Transformer):
+        # Imported here, so that a notebook can take this file without them (examples/notebook.py).
         import decoding.validation as validation
         from decoding.runner import ModelRunner
 
         validation.check_request(target, prompt, max_new_tokens, sampling, seed, stop_ids)
         runner = ModelRunner(target, 1, end, slack=k + 1)
-    target = runner.model
-    text = Text(prompt, sampling, int(seed), end + k, target.norm.weight.device)
+    else:
+        runner = target
+    model = runner.model
+    text = Text(prompt, sampling, int(seed), end + k, model.norm.weight.device)
     # The prompt decides the first token, as in `decode`.
     h = runner.prefill(text.tokens, 0, len(prompt))  # (1, T, D)
-    p = sampling.probs(target.head(h[:, -1:]))  # (1, 1, V)
+    p = sampling.probs(model.head(h[:, -1:]))  # (1, 1, V)
     decided = draw(p, text.noise(text.pos[:, None] + 1))  # (1, 1)
     while True:
         for token in decided[0].tolist():
@@ -140,7 +143,7 @@ def speculate(
         draft_tokens, q = drafter.propose(text, Plan(k, text.length))  # (1, K), (1, K, V)
         tokens = torch.cat((text.last, draft_tokens), dim=1)  # (1, K + 1)
         pos = text.pos[:, None] + torch.arange(k + 1, device=text.pos.device)  # (1, K + 1)
-        p = sampling.probs(target(tokens, pos, runner.slice_to(text.length + k)))  # (1, K + 1, V)
+        p = sampling.probs(model(tokens, pos, runner.slice_to(text.length + k)))  # (1, K + 1, V)
         # ACCEPT n of them, and the token that follows.
         noise = (text.noise(pos[:, 1:], ACCEPT), text.noise(pos + 1))  # (1, K), (1, K + 1)
         n, token = accept(draft_tokens, q, p, noise=noise, block=True)  # (1,), (1,)
@@ -350,9 +353,9 @@ def verify(
     else:
         n, token = rule.decide(draft_tokens, draft_probs, p, noise)  # (B,), (B,)
         overlap = rule.expected(p[:, :K], draft_probs)  # (B, K)
-    is_drafted = draft_probs.amax(dim=-1) != 0  # (B, K)
+    is_drafted = draft_probs.amax(dim=-1) != 0  # (B, K) with NaN too, which is then rejected
     num_drafted = (is_drafted & ~batch.done[:, None]).sum(dim=1)  # (B,)
-    # All ranks take rank 0's decision: (B, K + 3) float32, which holds ids below 2^24.
+    # All ranks take rank 0's decision, in one broadcast: (B, K + 3) float32 holds ids below 2^24.
     decision = torch.cat((n[:, None], num_drafted[:, None], token[:, None], overlap), dim=1)
     decision = batch.broadcast(decision)
     n, num_drafted, token, overlap = decision.split((1, 1, 1, K), dim=1)

@@ -263,6 +263,8 @@ class Engine:
             begin_s = time.perf_counter()
             plans = self.planner.plan(requests, self.readback.steps)
             draft_s = time.perf_counter() - begin_s
+            # After plain steps the draft's own cache lacks positions. How many is known once all
+            # launched steps are read; make_step leaves out a request that ends there.
             if lacks_positions(self, plans):
                 events += self.read(max_in_flight=0)
                 requests = self.scheduler.decoding()

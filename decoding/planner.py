@@ -123,7 +123,7 @@ class Planner:
         by_memory: dict[Memory, list] = {}
         for request in requests:
             by_memory.setdefault(request.memory, []).append(request)
-        return [self.plan_memory(*group, in_flight) for group in by_memory.items()]
+        return [self.plan_memory(*pair, in_flight) for pair in by_memory.items()]
 
     def plan_memory(self, memory: Memory, requests: list, in_flight: Sequence) -> MemoryPlan:
         """What the requests of one memory draft."""
@@ -157,7 +157,7 @@ def draft_lengths(options: EngineOptions, drafter: Drafter | None) -> tuple[int,
     "auto". UserError if it cannot draft so many."""
     if drafter is None and not options.fixed_width_steps:
         return ()
-    limits = drafter or Drafter
+    limits = drafter or Drafter  # the class has the defaults
     k = options.speculate_k
     choices = limits.auto_k if k == "auto" else (k,)
     ks = tuple(choice for choice in choices if 0 < choice <= limits.max_k)

@@ -148,8 +148,9 @@ class ModelDraft(Drafter):
     the target's cache one is enough: verification rewrites all K + 1 positions of every layer
     before any read."""
 
-    # None: a round's first pass reads `window` tokens, 1 or 2. A number: it reads the k_max + 1
-    # tokens that the last round may have decided, and so many before them.
+    # What a round's first pass reads. None: the last token, and with a cache of its own (`window`
+    # is 2) also the one before it. A number: the k_max + 1 tokens that the last round may have
+    # decided, and so many before them.
     num_extra_inputs: int | None = None
     # Positions from the last decided token on that its cache needs beyond the target's.
     num_scratch = 0
@@ -183,7 +184,7 @@ class ModelDraft(Drafter):
     def propose(self, batch: nn.Module, plan) -> Draft:
         caches = self.runner.slice_to(plan.length + plan.k)
         self.drawn.zero_()
-        num_inputs = max(1, self.window)
+        num_inputs = max(1, self.window)  # on the target's caches the last token alone
         for _ in range(plan.k):
             draw_next = self.maybe_compile(self.draw_next, batch, num_inputs)
             draw_next(caches, batch, num_inputs)

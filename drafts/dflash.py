@@ -158,7 +158,7 @@ class DFlashDraft(HiddenStateDraft, ParallelDraft):
     ) -> None:
         """Write the context of the `window` - 1 decided tokens before the last, and draw
         K tokens."""
-        self.hidden(caches, batch, batch.pos - 1, self.window - 1)
+        self.hidden(caches, batch, batch.pos - 1, self.window - 1)  # writes keys and values
         pos = batch.pos[:, None]  # (B, 1)
         steps = torch.arange(self.num_scratch, device=pos.device)  # (W,)
         last = batch.tokens.gather(1, pos)  # (B, 1)
@@ -193,7 +193,7 @@ class DFlashSource(HiddenStateSource):
         return {STATES_KEY: neighbours(self.dflash.state_ids, self.target_config.n_layers)}
 
     def new_model(self) -> DFlashModel:
-        return DFlashModel(self.config, self.dflash, True)
+        return DFlashModel(self.config, self.dflash, has_embed=True)
 
 
 def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:

@@ -108,7 +108,7 @@ class EagleModel(PairModel):
 
 
 class EagleDraft(PairDraft):
-    """The drafter of an EagleModel."""
+    """A PairDraft: an EagleModel needs nothing besides."""
 
 
 class EagleSource(HiddenStateSource):
@@ -132,7 +132,7 @@ class EagleSource(HiddenStateSource):
         return {STATES_KEY: state_ids, **{key: [False, True] for key in silent}}
 
     def new_model(self) -> EagleModel:
-        return EagleModel(self.layer, self.eagle, True)
+        return EagleModel(self.layer, self.eagle, has_embed=True)
 
 
 def eagle_of(hf: dict, target: Config) -> Eagle:

@@ -150,6 +150,7 @@ class HiddenStateModel(Transformer):
         maps = {}
         if self.lm_head is not None:
             n = self.lm_head.out_features
+            # d2t: the target's id less the draft's, by draft id. t2d follows from it.
             if "d2t" in tensors or n != V:
                 maps["d2t"] = ((n,), ("I64", "I32"))
             if "t2d" in tensors:

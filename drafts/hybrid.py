@@ -27,7 +27,7 @@ from model import Transformer
 
 
 class Choice:
-    """Of one memory: does it take the first draft in this step?"""
+    """Of one memory, which finds it by this class: does it take the first draft in this step?"""
 
     def __init__(self):
         self.takes_first = False
@@ -61,24 +61,24 @@ class HybridDraft(Drafter):
 
     def expect(self, requests: Sequence, unread: int) -> list[list[float] | None]:
         memory = requests[0].memory
-        first = self.first.expect(requests, unread)
-        second = self.second.expect(requests, unread)
-        takes_first = self.prefers_first(first, second, memory)
+        of_first = self.first.expect(requests, unread)
+        of_second = self.second.expect(requests, unread)
+        takes_first = self.prefers_first(of_first, of_second, memory)
         memory.of(Choice).takes_first = takes_first
-        return first if takes_first else second
+        return of_first if takes_first else of_second
 
-    def prefers_first(self, first: Sequence, second: Sequence, memory: Memory) -> bool:
+    def prefers_first(self, of_first: Sequence, of_second: Sequence, memory: Memory) -> bool:
         """Does the first promise more, by what `expect` says of both?"""
-        num_rows = second.count(None)  # those that the second can draft for
+        num_rows = of_second.count(None)  # those that the second can draft for
         draft_length = memory.draft_length
         if draft_length.fixed is not None:
-            promised = sum(sum(row[: draft_length.fixed]) for row in first)
-            expected = expected_tokens(draft_length.alpha, draft_length.fixed) - 1
-            return promised >= num_rows * expected
+            promised = sum(sum(row[: draft_length.fixed]) for row in of_first)
+            predicted = expected_tokens(draft_length.alpha, draft_length.fixed) - 1
+            return promised >= num_rows * predicted
         if num_rows == 0:
             return True
-        k, first_rate = draft_length.best_for(first)
-        second_rate = draft_length.best()[1] / MIN_GAIN
+        k, first_rate = draft_length.best_for(of_first)
+        second_rate = draft_length.best()[1] / MIN_GAIN  # as best_for divides by it
         if k == 0 and second_rate < 1:
             return False  # neither pays
         return max(first_rate, memory.of(Gains).rate) >= second_rate

@@ -53,7 +53,7 @@ class Mtp(NamedTuple):
     prefix: str = "model.layers.{}."  # of its tensors; {}: the number of the target's layers
     # Of HEAD_MODULES. Where the last one is missing, the target's norm takes its place.
     names: tuple[str, ...] = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-    layer: str = ""  # the further prefix of the decoder layer's
+    layer: str = ""  # between `prefix` and the names of the decoder layer's tensors
     state_first: bool = False  # does eh_proj read the state before the embedding?
     reads_normed: bool = True  # is the target's state read after the target's last norm?
     recycles_normed: bool = True  # and the head's own after `norm`?
@@ -67,21 +67,25 @@ GGUF_NAMES = ("nextn.enorm", "nextn.hnorm", "nextn.eh_proj", "nextn.shared_head_
 HEADS = {
     "glm4_moe": Mtp(mlp_type="sparse"),
     "hy_v3": Mtp(names=("enorm", "hnorm", "eh_proj", "final_layernorm"), mlp_type="sparse"),
-    "exaone_moe": Mtp("mtp.", MTP_NAMES, "layers.0."),
+    "exaone_moe": Mtp(prefix="mtp.", names=MTP_NAMES, layer="layers.0."),
     "mellum": Mtp(
-        "mtp.", MTP_NAMES, "layers.0.", layer_type="sliding_attention", mlp_type="sparse"
+        prefix="mtp.",
+        names=MTP_NAMES,
+        layer="layers.0.",
+        layer_type="sliding_attention",
+        mlp_type="sparse",
     ),
     "mimo": Mtp(
-        "model.mtp_layers.0.",
-        ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+        prefix="model.mtp_layers.0.",
+        names=("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
         state_first=True,
         reads_normed=False,
         recycles_normed=False,
     ),
     "ernie4_5_moe": Mtp(
-        "model.",
-        ("mtp_emb_norm.0", "mtp_hidden_norm.0", "mtp_linear_proj.0"),
-        "mtp_block.0.",
+        prefix="model.",
+        names=("mtp_emb_norm.0", "mtp_hidden_norm.0", "mtp_linear_proj.0"),
+        layer="mtp_block.0.",
         reads_normed=False,
         recycles_normed=False,
     ),

@@ -21,7 +21,7 @@ class PardDraft(ParallelDraft):
     """A ParallelDraft over the newest decided tokens and K - 1 masks."""
 
     def __init__(self, model: Transformer, mask: int):
-        """`mask`: the draft's id of the mask token."""
+        """`mask`: the id that the model reads as its mask."""
         super().__init__(model)
         self.mask = mask
 
@@ -55,5 +55,6 @@ class PardSource(DraftSource):
 
     def load(self, target: Transformer, tokenizer: Tokenizer) -> PardDraft:
         model = load_translated(self.origin, target, tokenizer, self.options, self.mask)
+        # A translated model reads the target's ids, and its mask at the first free one.
         is_translated = hasattr(model.embed, "ids")
         return PardDraft(model, model.config.vocab_size if is_translated else self.mask)

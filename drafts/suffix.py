@@ -65,12 +65,12 @@ class IndexedText:
                     self.ends[tuple(self.ids[-n:])].append(end)
 
     def longest_matches(self, context: Sequence[int]) -> tuple[int, list[int]]:
-        """The length of the longest suffix of `context` that ends among the latest occurrences of
-        its longest indexed n-gram, and the positions after it, the latest first. The last token
-        does not count, because it has no continuation."""
+        """Of the latest occurrences of the longest indexed n-gram that `context` ends with, those
+        that match the most tokens backwards: how many, and the positions after them, the latest
+        first. An occurrence at the text's end is left out, because nothing follows it."""
         ends = []
         for n in self.grams:
-            latest = self.ends.get(tuple(context[-n:]), [])[: -MAX_OCCURRENCES - 1 : -1]
+            latest = self.ends.get(tuple(context[-n:]), [])[-MAX_OCCURRENCES:][::-1]
             ends = [end for end in latest if end < len(self.ids) - 1]
             if ends:
                 break

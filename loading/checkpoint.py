@@ -30,7 +30,7 @@ from loading.files import (
     read_config_json,
     text_model_tensors,
 )
-from loading.folder import Folder, Layouts, open_folder, own_layouts
+from loading.folder import Folder, Layouts, checked_source, own_layouts
 from loading.models import allocate, check_shards, empty_model, load_weights
 from loading.plain_files import error_prefix, is_gguf, plain_file
 from loading.quantization import QUICKDRAFT_CONFIG, choose_schemes, plain_note
@@ -85,11 +85,16 @@ class Checkpoint:
         before you change it."""
         return self.storage.hf
 
+    @property
+    def config_file(self) -> Path:
+        """The file that `hf` is read from, for messages."""
+        return self.path if self.is_gguf else self.path / "config.json"
+
     @cached_property
     def config(self) -> Config:
         """The model's Config. UserError names the file, the key and the value that cannot be
         used."""
-        return config_of(self.hf, self.path / "config.json")
+        return config_of(self.hf, self.config_file)
 
     @property
     def files(self) -> list[Path]:
@@ -139,7 +144,9 @@ class Checkpoint:
                 "tie_word_embeddings is true, but lm_head.weight differs from the embedding and is"
                 " used as the head"
             )
-        source = open_folder(self.path, config, tensors, self.layouts, self.spare_tensors)
+        # The headers of a GGUF file are checked like those of a plain folder; then its blocks take
+        # the place of floats.
+        source = checked_source(self.path, config, tensors, self.layouts, self.spare_tensors)
         source = self.storage.as_stored(source)
         stored = source.tensors
         if self.adapter is not None:
@@ -165,9 +172,9 @@ class Checkpoint:
         """Its model, filled tensor by tensor.
 
         `quantize`: a scheme of quantize.py. Every matrix is quantized as it is read, so the model
-            is never held in full precision. Without it, quantized folders and GGUF blocks of 4 and
-            8 bits are loaded as stored. Another program's format that none of our schemes
-            represents exactly is requantized, with a note on stderr.
+            is never held in full precision. Without it, quantized folders and GGUF blocks that one
+            of our schemes holds are loaded as stored. Another program's format that none of our
+            schemes represents exactly is requantized, with a note on stderr.
         `head_scheme`: a scheme for lm_head and a tied embedding, which otherwise stay as they are.
         `tp`: the Ranks over which the model is sharded. This process reads and holds its shard
         alone.
@@ -205,13 +212,13 @@ class Checkpoint:
     @property
     def layouts(self) -> Layouts:
         """Those of its quantized matrices."""
-        return find_layouts(self.hf) or own_layouts(self.hf, self.path / "config.json")
+        return find_layouts(self.hf) or own_layouts(self.hf, self.config_file)
 
     @property
     def stored_scheme(self) -> str | None:
         """The scheme, or the other program's quant_method, in its config.json; None for full
         precision."""
-        own = own_layouts(self.hf, self.path / "config.json")
+        own = own_layouts(self.hf, self.config_file)
         quantization_config = self.hf.get("quantization_config") or {}
         return own.block_scheme or quantization_config.get("quant_method")
 

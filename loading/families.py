@@ -3,8 +3,8 @@ differences from Llama.
 
     Field         a scalar's names in config.json, GGUF and model.Config: a row of FIELDS, which all
                   families read, or some, or of EXPERT_FIELDS
-    NEUTRAL       keys that would change the arithmetic, with the values under which they do not; a
-                  family refuses others of those that it does not read
+    NEUTRAL       key -> the values, besides null, that a family accepts which does not read it:
+                  they change nothing
     Family        what may differ, with Llama's values as defaults;  llama_like  makes a record
     SLIDING       the layers with a sliding window
     FAMILIES      model_type -> Family;  family_of  the record of a config.json
@@ -30,7 +30,8 @@ class Field(NamedTuple):
     gguf: str = ""  # llama.cpp's key, behind the architecture's name
     name: str = ""  # Config's field
     kind: type = float  # int, float or bool
-    # Values that change nothing in a family that does not read it; None: all families read it.
+    # What a family accepts that does not read it, besides null; (): nothing else. None: any value,
+    # because all families read it, or a dense one may ignore it.
     neutral: tuple | None = None
     convert: Callable = lambda value, head_dim: value
 

@@ -1,7 +1,7 @@
 """A Hugging Face folder -> the Source of its model.
 
     Folder          its files, each read once
-    open_folder     the Source of a folder, all headers checked
+    checked_source  the Source of a folder, all headers checked
     Layout          where a program stores a quantized matrix;  Layouts  one for each module
     Matrix          the stored tensors of one quantized matrix
     OwnLayout       one of our formats, as quantize.py and save_model write it
@@ -69,7 +69,7 @@ class Folder:
         return open_tensors(self.files)
 
     def as_stored(self, source: Source) -> Source:
-        """A Source of what this folder stores, as it is."""
+        """A folder's Source needs no change, unlike that of a GgufModel."""
         return source
 
 
@@ -180,7 +180,7 @@ def own_layouts(hf: dict, file: Path) -> OwnLayouts:
     )
 
 
-def open_folder(
+def checked_source(
     path: Path,
     config: Config,
     tensors: dict,

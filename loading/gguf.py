@@ -458,7 +458,8 @@ def hf_tensors(model: GgufFile) -> dict[str, Blocks]:
         if module == "ffn_gate_inp_shexp" or "moe_statics" in hf_name:
             shape = (1, blocks.shape[-1])
             blocks = replace(blocks, shape=shape, bytes=blocks.bytes.view(1, -1))
-        if module.endswith("norm") and hf_name in tensors:  # the names of two families for one
+        # ffn_norm and post_attention_norm are one norm's names, of models that have either.
+        if module.endswith("norm") and hf_name in tensors:
             raise UserError(f"tensor {name!r} stands for {hf_name}, as another does")
         has_experts = "{}" in hf_name and len(blocks.shape) == (3 if part == "weight" else 2)
         tensors |= experts_of(hf_name, blocks) if has_experts else {hf_name: blocks}

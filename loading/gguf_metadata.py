@@ -180,6 +180,7 @@ def supported_keys(
     values: Entries, tensors: Mapping[str, Blocks], family: Family, hf_keys: Mapping[str, str]
 ) -> dict[str, tuple | None]:
     """The architecture's keys -> their supported values; None: any."""
+    # A key of config.json that is not in it is read by the family, at any value.
     supported = supported_values(family, n_layers=0)
     supported_by_key = {
         **{key: supported.get(hf_key) for key, hf_key in hf_keys.items()},

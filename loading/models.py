@@ -156,7 +156,7 @@ def load_parameters(
             for number, (one, (_, rows)) in enumerate(zip(stored, targets, strict=True)):
                 values = one.weight(rows.dtype) if has_floats else one.part(part)
                 fill_shard(rows, values, spec, number, config, ranks, len(stored) == 1)
-        elif part == "codes":
+        elif part == "codes":  # of its parts the first to come: this fills all of them
             quantize_into(linear, module, config, stored, ranks)
         report_bytes(parameter.nbytes)
 

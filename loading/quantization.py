@@ -67,7 +67,7 @@ def choose_parts(
     each = [wanted or one.scheme or (near if one.near else None) for one in stored]
     if len({*each}) == 1:
         return {name: each[0]}
-    if "experts" in name:  # their kernels take all of them at once
+    if "experts" in name:  # a Stack joins whole matrices: they have one scheme, or none
         return {name: near}
     return {f"{name}.{i}": scheme for i, scheme in enumerate(each)}
 

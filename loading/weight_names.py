@@ -67,7 +67,7 @@ def hf_by_gguf(family: Family) -> dict[str, str]:
     names = {}
     for module in {**MODULES, **family.names}:
         hf_names, gguf_names = module_names(family, module)
-        names |= dict(zip(gguf_names, hf_names))
+        names |= dict(zip(gguf_names, hf_names))  # a router has a second name in Qwen2-MoE alone
     return names
 
 

@@ -370,7 +370,7 @@ def test_blocks_at_the_end_of_the_context(target, target_folder, tmp_path):
     assert engine.runner.S == S and [len(row) for row in rows] == [new, 2]
     late_rounds = [round for round in drafter.seen if S - BLOCK + 1 < len(round[0][0]) < S]
     assert late_rounds
-    for before, tokens, probs in late_rounds:
+    for before, tokens, probs, _ in late_rounds:
         assert (
             probs[0].double() - twin(folder, before[0], tokens[0], Sampling(1.3))
         ).abs().max() < 1e-4

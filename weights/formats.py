@@ -103,7 +103,7 @@ def divisor(scale: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Format:
     """A stored form of weights (out, in). `group`: inputs that share a scale; 0: all inputs of a
-    row."""
+    row. A subclass has code_dtype and scale_dtype, the types of stored codes and scales."""
 
     bits: int
     group: int = 0
