@@ -319,7 +319,7 @@ def model_difference(models, num_rows: int, seeds=(2, 3, 4)) -> float:
         num_guessing += spy.rounds["mixed" if num_rows > 1 else "suffix"]
         model_rows = [rows for k, rows, _ in spy.steps if k and rows]
         for rows, seen in zip(model_rows, drafter.second.seen, strict=True):
-            for row, (before, tokens, probs) in enumerate(zip(*seen)):
+            for row, (before, tokens, probs) in enumerate(zip(*seen[:3])):
                 if row not in rows or not before or len(before) > 90:  # or it has ended
                     continue
                 text = torch.tensor([before + tokens])
