@@ -188,7 +188,7 @@ def test_drafted_text_is_plain_text_with_weights_on_the_left(with_tiles, small_i
 
 @needs_onednn
 @pytest.mark.compiled
-@pytest.mark.parametrize("scheme", [None, "int8"])
+@pytest.mark.parametrize("scheme", [pytest.param(None, marks=pytest.mark.long), "int8"])
 def test_compiled_text_with_weights_on_the_left(with_tiles, small_is_large, scheme):
     settings = {"sampling": Sampling(0), "max_new_tokens": 20, "compile": True}
     model = pack_model(load_model(ROOT / "checkpoints/demo", quantize=scheme))
@@ -308,7 +308,9 @@ def test_sums_of_7_bit_digits_are_exact(M):
 @needs_fbgemm
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("scheme", [None, "int8"])
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.compiled)])
+@pytest.mark.parametrize(
+    "compile", [False, pytest.param(True, marks=(pytest.mark.compiled, pytest.mark.long))]
+)
 def test_drafted_text_is_plain_text_with_fbgemm(with_fbgemm, small_is_large, scheme, compile):
     settings = {"sampling": Sampling(0), "max_new_tokens": 30, "compile": compile}
     model = pack_model(load_model(ROOT / "checkpoints/demo", quantize=scheme))

@@ -222,6 +222,7 @@ def test_greedy_text_is_plain_text():
 
 
 @pytest.mark.compiled
+@pytest.mark.long
 def test_compiled_rounds():
     target = tiny(5, vocab_size=61, n_layers=3, max_seq_length=96)
     want = rows_of(target, PROMPTS, max_new_tokens=40)

@@ -58,7 +58,7 @@ def compiled_engine(folder, batch_size: int, length: int, samplings=KINDS) -> En
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("batch_size", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_nothing_compiles_after_warm_up(folder_of, batch_size, monkeypatch):
     """20 prompt lengths, every kind with changing values and all at once, full and partly filled
     batches, turns of a chat: a recompile raises."""

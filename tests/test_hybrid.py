@@ -475,7 +475,7 @@ def test_auto(kind, models):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("k", [3, "auto"])
+@pytest.mark.parametrize("k", [pytest.param(3, marks=pytest.mark.long), "auto"])
 def test_compiled_rounds(k, models, monkeypatch):
     """Nothing compiles after warm-up and a calibration, whether the model runs or not, and
     calibrating steps of a longer text compiles nothing either."""
