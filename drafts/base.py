@@ -87,7 +87,7 @@ class Drafter(nn.Module):
         or not."""
         self.maybe_compile = maybe_compile
         B = batch.pos.size(0)
-        V = target.model.config.vocab_size
+        self.vocab = V = target.model.config.vocab_size  # the ids that it may draft end here
         device = batch.pos.device
         tokens = torch.zeros(B, k_max, dtype=torch.int64, device=device)
         probs = torch.zeros(B, k_max, V, device=device)

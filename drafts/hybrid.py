@@ -87,14 +87,15 @@ class HybridDraft(Drafter):
         first_rows = [r for r, request in plan.requests if request.memory.of(Choice).takes_first]
         if first_rows and len(first_rows) == len(plan.requests):
             return self.first.propose(batch, plan)
+        # `draft.q` below is a view of these fixed tensors, into which an earlier step may have
+        # written ids of the first's that the second does not have.
+        self.second.probs[..., self.second.vocab :] = 0.0
         draft = self.second.propose(batch, plan)
-        if not first_rows and plan.requests:  # without requests both are compiled and measured
-            return draft
-        first = self.first.propose(batch, plan)
-        tokens, q = (x.clone() for x in draft)  # the second's own tensors may lack the first's ids
-        tokens[first_rows] = first.tokens[first_rows]
-        q[first_rows] = first.q[first_rows]
-        return Draft(tokens, q)
+        if first_rows or not plan.requests:  # without requests both are compiled and measured
+            first = self.first.propose(batch, plan)
+            draft.tokens[first_rows] = first.tokens[first_rows]
+            draft.q[first_rows] = first.q[first_rows]
+        return draft
 
 
 class HybridSource(DraftSource):
