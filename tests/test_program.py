@@ -1418,7 +1418,7 @@ for words in map(str.split, json.loads(sys.argv[1])):
 @pytest.mark.parametrize(
     "program, flags, missing",
     [
-        ("compare", "--a x", "--b"),
+        ("compare", "--b x", "--a"),
         ("perplexity", "--text x", "-m/--checkpoint"),
         ("eval_lm", "--checkpoint x", "--tasks"),
         ("tp_plan", "--json", "PATH"),

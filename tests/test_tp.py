@@ -1037,8 +1037,8 @@ def test_results_of_ranks_are_waited_for_with_a_timeout(timeout_s):
     )
     readback = timing.Readback(torch.device("cpu"), timeout_s)
     readback.send(timing.StepResult((), *torch.zeros(6, 1, 1)), "label")
-    ((step, _, label),) = readback.waiting
-    readback.waiting[0] = (step, event, label)  # as on a GPU
+    ((step, _, label),) = readback.in_flight
+    readback.in_flight[0] = (step, event, label)  # as on a GPU
     refused = pytest.raises(torch.distributed.DistError, match=r"nothing came in 0.1 s")
     with contextlib.nullcontext() if timeout_s is None else refused:
         assert readback.receive()[0] == "label"
