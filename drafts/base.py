@@ -86,7 +86,7 @@ class Drafter(nn.Module):
         target's ModelRunner; maybe_compile(function, batch, *static) returns the function, compiled
         or not."""
         self.maybe_compile = maybe_compile
-        B = batch.pos.size(0)
+        B = len(batch.pos)
         self.vocab = V = target.model.config.vocab_size  # the ids that it may draft end here
         device = batch.pos.device
         tokens = torch.zeros(B, k_max, dtype=torch.int64, device=device)
