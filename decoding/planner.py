@@ -123,7 +123,9 @@ class Planner:
         by_memory: dict[Memory, list] = {}
         for request in requests:
             by_memory.setdefault(request.memory, []).append(request)
-        return [self.plan_memory(*pair, in_flight) for pair in by_memory.items()]
+        return [
+            self.plan_memory(memory, learners, in_flight) for memory, learners in by_memory.items()
+        ]
 
     def plan_memory(self, memory: Memory, requests: list, in_flight: Sequence) -> MemoryPlan:
         """What the requests of one memory draft."""

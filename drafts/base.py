@@ -65,14 +65,14 @@ class Drafter(nn.Module):
     # own: the newest, which no cache holds yet, and those before it that this cache may lack after
     # a round. 0: it has no such cache, and needs no prompt.
     window = 0
-    # Acceptance of a round's first token below which something is wrong with a draft of this kind.
-    min_acceptance = 0.0
 
     def __init__(self, model: Transformer | None = None):
         super().__init__()
         self.model = model  # `propose` runs it; None: no model
         self.runner = None  # the ModelRunner of its model
         self.memories = Memories()
+        # Acceptance of a round's first token below which something is wrong with such a draft.
+        self.min_acceptance = 0.0
         self.owner = None  # a weak reference to the Engine that was made with it last
 
     def setup(
@@ -178,7 +178,7 @@ class ModelDraft(Drafter):
         self.runner = target.for_draft(self.model, self.on_layers, self.num_scratch)
         # Ids that only the target has get probability 0; verification still draws them.
         self.vocab = min(target.model.config.vocab_size, self.model.config.vocab_size)
-        zero = torch.zeros((), dtype=torch.int64, device=batch.pos.device)
+        zero = batch.pos.new_zeros(())
         self.register_buffer("drawn", zero, persistent=False)
 
     def propose(self, batch: nn.Module, plan) -> Draft:

@@ -22,7 +22,7 @@ from model import AttentionMask, Config, Transformer, visible_keys
 from weights.formats import format_of
 from weights.walker import quantized_copy
 
-KEYS = "keys for window:N"  # what a spec counts
+WINDOW_KEYS = "keys for window:N"  # what a spec counts
 NUM_SINKS = 4  # keys at a text's beginning, which attention needs even if it uses them little
 
 
@@ -103,7 +103,7 @@ class WindowSource(DraftSource):
     """`--draft window:N`: the target on its first keys and its last N, on the target's caches."""
 
     def check(self, config: Config) -> None:
-        self.window = read_count(self.origin, KEYS)
+        self.window = read_count(self.origin, WINDOW_KEYS)
 
     def load(self, target: Transformer, tokenizer) -> ModelDraft:
         return on_all_layers(WindowedTarget(target, self.window))
@@ -116,7 +116,7 @@ class QuantizedSource(DraftSource):
     def check(self, config: Config) -> None:
         self.scheme, separator, window = self.origin.partition(",window:")
         format_of(self.scheme)
-        self.window = read_count(window, KEYS) if separator else None
+        self.window = read_count(window, WINDOW_KEYS) if separator else None
 
     def load(self, target: Transformer, tokenizer) -> ModelDraft:
         draft = quantized_copy(target, self.scheme)

@@ -286,8 +286,10 @@ def stored_matrices(matrices: dict[str, Matrix]) -> dict[str, Stored]:
         shape = (m.rows, m.columns)
         if reason:
             read = partial(layout.weight, m)
-            kind = scheme or reason
-            stored[weight] = Stored(shape, floats=read, kind=kind, near=scheme, reason=reason)
+            stored_type = scheme or reason
+            stored[weight] = Stored(
+                shape, floats=read, stored_type=stored_type, near=scheme, reason=reason
+            )
         else:
             stored[weight] = Stored(shape, scheme, partial(layout.part, m, scheme))
     return stored

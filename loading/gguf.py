@@ -483,7 +483,7 @@ def in_blocks(source: Source, tensors: Mapping[str, Blocks]) -> Source:
         blocks = tensors[name]
         block_type = blocks.block_type
         scheme = block_type.scheme if len(blocks.shape) == 2 else None
-        kind = "" if block_type.dtype else block_type.name
+        stored_type = "" if block_type.dtype else block_type.name
         read = partial(blocks.__getitem__, slice(None))
-        stored[name] = Stored(blocks.shape, scheme, blocks.part, read, kind)
+        stored[name] = Stored(blocks.shape, scheme, blocks.part, read, stored_type)
     return source._replace(tensors=stored)

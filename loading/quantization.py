@@ -46,16 +46,20 @@ def choose_schemes(
 def plain_note(source: Source, schemes: Mapping[str, str | None]) -> str:
     """What a user should know of tensors that are stored quantized and load, with these schemes, as
     plain weights: no scheme holds them or what they are fused with, or they are an embedding."""
-    kept = {id(one) for name, scheme in schemes.items() if scheme for one in source.of(name)}
-    loose = [one for one in source.tensors.values() if not (one.is_float or id(one) in kept)]
-    if not loose:
+    quantized_ids = {
+        id(one) for name, scheme in schemes.items() if scheme for one in source.of(name)
+    }
+    expanded = [
+        one for one in source.tensors.values() if not (one.is_float or id(one) in quantized_ids)
+    ]
+    if not expanded:
         return ""
-    num_bytes = 2 * sum(math.prod(one.shape) for one in loose)
-    counts = collections.Counter(one.kind or one.scheme for one in loose)
-    kinds = ", ".join(f"{count} in {kind}" for kind, count in sorted(counts.items()))
+    num_bytes = 2 * sum(math.prod(one.shape) for one in expanded)
+    counts = collections.Counter(one.stored_type or one.scheme for one in expanded)
+    types = ", ".join(f"{count} in {name}" for name, count in sorted(counts.items()))
     return (
         f"tensors that are stored quantized load as plain weights, {num_bytes / 1e9:.3g} GB in 16"
-        f" bits: {kinds}"
+        f" bits: {types}"
     )
 
 

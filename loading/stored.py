@@ -26,14 +26,16 @@ class Stored:
     scheme: str | None = None  # the one that holds it exactly
     part: Callable[[str], Tensor] | None = None  # a part of that scheme, by its name
     floats: Callable[[], Tensor] | None = None  # the weights, where no scheme holds them
-    kind: str = ""  # what a quantized one is stored in, where the scheme's name does not say it
+    stored_type: str = (
+        ""  # what a quantized one is stored in, where the scheme's name does not say it
+    )
     near: str | None = None  # a scheme to quantize it to, where none holds it
     reason: str = ""  # why none holds it
 
     @property
     def is_float(self) -> bool:
         """Is it stored in full precision?"""
-        return not self.scheme and not self.kind
+        return not self.scheme and not self.stored_type
 
     def weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weights as floats. Those of a scheme are rounded to `dtype` as they are decoded, so

@@ -92,9 +92,9 @@ class MessageParser:
         if match is None or match.lastgroup is None:
             return False
         self.strips = True
-        is_head = self.set_mode(
-            match.lastgroup.rpartition("_")[0], (*match.groups(), "")[match.lastindex]
-        )
+        mode = match.lastgroup.rpartition("_")[0]
+        groups = (*match.groups(), "")  # a mark without a name may be the last group
+        is_head = self.set_mode(mode, groups[match.lastindex])
         self.take(len(match[0]) - is_head)
         return True
 

@@ -317,11 +317,11 @@ DEFINITIONS = ("$defs", "definitions")
 NOTES = {"title", "description", "default", "examples", "$schema"}
 
 
-def read_part(schema: dict, key: str, kind: type) -> object:
+def read_part(schema: dict, key: str, part_type: type) -> object:
     """A dict or list of a schema, or an empty one."""
-    value = schema.get(key, kind())
-    if not isinstance(value, kind):
-        raise UserError(f"the schema: {key} = {value!r:.99} must be a {kind.__name__}")
+    value = schema.get(key, part_type())
+    if not isinstance(value, part_type):
+        raise UserError(f"the schema: {key} = {value!r:.99} must be a {part_type.__name__}")
     return value
 
 
