@@ -383,7 +383,7 @@ class LLM:
                 with self.lock:
                     if self.engine.has_unfinished():
                         self.engine.step()
-                        self.feed()
+                    self.feed()  # in any case: another thread's error may have ended these
                 finished = [answer for answer in started if answer.is_finished]
                 started = [answer for answer in started if not answer.is_finished]
                 yield from finished

@@ -668,6 +668,24 @@ def test_an_error_in_one_thread_reaches_the_others_as_it_is():
     assert len(alone(llm, "A", temperature=0, max_new_tokens=3)) > 3
 
 
+def test_an_error_elsewhere_ends_a_run_that_nobody_steps():
+    """The error empties the engine, and the run must not wait for a step that never comes."""
+
+    def processor(logits, tokens, pos):  # (B, T, V), (B, S), (B, T)
+        raise ArithmeticError("elsewhere")
+
+    llm = LLM(DEMO, batch_size=2, logits_processor=processor)
+
+    def answers():
+        yield llm.answer(PROMPT, **GREEDY)
+        with pytest.raises(ArithmeticError, match="elsewhere"):  # as if in another thread
+            llm.step()
+
+    (answer,) = llm.run(answers())
+    with pytest.raises(ArithmeticError, match="elsewhere"):
+        answer.check()
+
+
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy])
 def test_an_llm_is_not_copied(llm, copied):
     for value in (llm, llm.engine, [{"llm": llm}]):
