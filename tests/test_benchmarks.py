@@ -255,7 +255,7 @@ def test_the_price_of_identical_text_is_measured(monkeypatch):
     assert [r["id"] for r in rows] == [f"{name}.identical_price" for name in names]
 
 
-@pytest.mark.attack
+@pytest.mark.long
 def test_the_8b_shape_at_a_tiny_one(monkeypatch):
     shape = {**bench.config_json("llama-3.1-8b"), **TINY}
     for module in (bench, memory):
@@ -271,7 +271,7 @@ def test_the_8b_shape_at_a_tiny_one(monkeypatch):
     assert rows["8b.load.peak_over_weights"] == max(peaks) > 0
 
 
-@pytest.mark.attack
+@pytest.mark.long
 def test_the_gpu_s_benchmark_on_a_cpu(tmp_path, monkeypatch):
     """The ids that others read are written, each line before the run ends, on a machine without
     git; and few files come back. A program that cannot start is a row, and the others go on."""
@@ -300,6 +300,7 @@ def test_the_gpu_s_benchmark_on_a_cpu(tmp_path, monkeypatch):
     assert {line["id"] for line in lines if line["event"] == "row"} == {*rows}
 
 
+@pytest.mark.slow
 def test_wrong_logits_are_an_error():
     arguments = bench_gpu.parse_args([*DRY, "--output", "unused"])
     subject = gpu_step.Subject(arguments, "8b", "bf16")
@@ -800,6 +801,7 @@ def test_a_thread_that_compiles_beside_decoding(tmp_path, monkeypatch):
     }
 
 
+@pytest.mark.slow
 def test_a_start_ends_with_the_first_byte(tmp_path, monkeypatch):
     """Of a program that prints, waits and would print more. One that prints nothing is an error."""
     code = "import time; time.sleep(0.3); print('a', flush=True); time.sleep(60)"
@@ -891,6 +893,7 @@ def test_llama_cpp_s_buffers_are_tried_in_another_process(monkeypatch, survives)
     assert peer.generate([1, 2], 50, [2])["tokens"] == [0, 1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("type_name", ["BF16", "Q8_0"])
 def test_a_file_in_another_type_says_the_same(type_name, tmp_path):
     """All keys but the type, and all weights: exactly what the type makes of them, vectors

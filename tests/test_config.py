@@ -650,6 +650,7 @@ SPARSE_TYPES = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "model_type",
     [

@@ -101,7 +101,7 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(len(DRAFTERS), 3)
 @pytest.mark.filterwarnings("ignore:check_drafter. without `twin`")
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_drafters_conform(kind):
@@ -120,6 +120,7 @@ def model_twin(target: Transformer):
     return twin
 
 
+@pytest.mark.slow
 def test_a_twin_replaces_the_recomputation():
     target, _ = pair()
     check_drafter(DRAFTERS["model"], target, twin=model_twin(target))
@@ -197,6 +198,7 @@ def heads_twin():
     return twin
 
 
+@pytest.mark.slow
 def test_a_twin_sees_how_hidden_states_are_read():
     check_drafter(Heads, twin=heads_twin())
     for wrong in (NoNorm, OtherOrder, OtherLayer, OneBack, NoTemperature):
@@ -206,6 +208,7 @@ def test_a_twin_sees_how_hidden_states_are_read():
             check_caches(wrong, pair()[0], 3, heads_twin())
 
 
+@pytest.mark.slow
 def test_without_a_twin_the_newest_state_has_to_be_read():
     with pytest.warns(UserWarning, match="without `twin`"):
         check_newest_state(Heads, pair()[0], 3, None)
@@ -334,7 +337,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12, 3)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_wrong_drafters_are_refused(mistake):
     make, message = MISTAKES[mistake]
@@ -402,6 +405,7 @@ class Accept(Rule):
         return torch.minimum(p, q).sum(dim=-1)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "rule",
     [Accept(True), Accept(False), Typical(), TokenByToken()],
@@ -466,6 +470,7 @@ class DrawsFromTheDraft(Typical):
         return torch.where(has_draft, q, p)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "rule, message",
     [
@@ -634,6 +639,7 @@ def test_wrong_caches_are_refused(cache, options, message):
 # ---------------------------------------------------------------------------------------- formats
 
 
+@pytest.mark.one_in(4, 2)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_formats_conform(scheme):
     check_format(FORMATS[scheme])
@@ -795,6 +801,7 @@ def test_a_kernel_of_ones_own_conforms_in_experts_too(monkeypatch):
     check_format(with_own_kernel(monkeypatch, OwnKernel))
 
 
+@pytest.mark.slow
 def test_a_kernel_of_ones_own_rounds_alike_compiled(monkeypatch):
     monkeypatch.setitem(FORMATS, "own", with_own_kernel(monkeypatch, OwnKernel))
     linear = torch.nn.Linear(256, 64, bias=False).requires_grad_(False)
@@ -841,7 +848,7 @@ def test_a_wrong_kernel_is_refused(monkeypatch):
 # --------------------------------------------------------------------------------------- families
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(20, 4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_conform(family, folder_of):
     check_family(config_json(folder_of(family)))

@@ -187,8 +187,8 @@ def test_drafted_text_is_plain_text_with_weights_on_the_left(with_tiles, small_i
 
 
 @needs_onednn
-@pytest.mark.compiled
-@pytest.mark.parametrize("scheme", [pytest.param(None, marks=pytest.mark.long), "int8"])
+@pytest.mark.long
+@pytest.mark.parametrize("scheme", [None, "int8"])
 def test_compiled_text_with_weights_on_the_left(with_tiles, small_is_large, scheme):
     settings = {"sampling": Sampling(0), "max_new_tokens": 20, "compile": True}
     model = pack_model(load_model(ROOT / "checkpoints/demo", quantize=scheme))
@@ -269,6 +269,7 @@ def test_packing_leaves_the_engine_as_it_was():
     assert torch.backends.quantized.engine == before
 
 
+@pytest.mark.slow
 @needs_fbgemm
 def test_a_forked_process_packs_too():
     """It inherits the object of the threads that pack, and none of the threads."""

@@ -195,7 +195,7 @@ class ForgetsTheDraw(DFlashDraft):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topk", [0, 2])
-@pytest.mark.parametrize("k", [3, *(pytest.param(k, marks=pytest.mark.attack) for k in (1, 4))])
+@pytest.mark.parametrize("k", [3, *(pytest.param(k, marks=pytest.mark.long) for k in (1, 4))])
 def test_sequences_have_the_targets_joint_law(k, topk):
     """q of a token depends on the one drawn before it, and may be 0 for most tokens."""
     model = tiny(3)

@@ -639,7 +639,7 @@ def test_a_gguf_target_answers_prompts(
     assert status == 2 and "texts to continue" in message
 
 
-@pytest.mark.attack
+@pytest.mark.long
 def test_a_chat_model_asks_itself_questions(tmp_path, monkeypatch):
     """Question n is what the model alone writes with seed n, where its template puts a user's
     message. In float32: some processors round bfloat16 otherwise with 24 rows than with one."""

@@ -204,6 +204,7 @@ def test_the_first_tokens_of_a_block_count_most(name, folder_of):
 MARKED = [pytest.param(name, marks=pytest.mark.attack) for name in KINDS if name != "mtp"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mtp", *MARKED[1:]])
 def test_two_steps_end_in_a_folder_that_drafts(name, tmp_path, capsys):
     flags = [
@@ -292,7 +293,7 @@ def trained_dspark(tmp_path_factory):
     return folder / "draft"
 
 
-@pytest.mark.attack
+@pytest.mark.long
 def test_a_dspark_folder_has_the_published_layout(trained_dspark):
     """The keys that DeepSpec's build_draft_config adds, and the tensors of its Qwen3DSparkModel."""
     hf = config_json(trained_dspark)
@@ -313,7 +314,7 @@ def test_a_dspark_folder_has_the_published_layout(trained_dspark):
     assert torch.equal(tensors["lm_head.weight"], embedding), "the demo's head is its embedding"
 
 
-@pytest.mark.attack
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_a_short_training_gives_more_than_one_token_in_three(temperature, trained_dspark, capsys):
     """On stories that the training did not see; greedy text is plain text."""
@@ -353,7 +354,7 @@ def tiny_dspark_kind(target) -> DSpark:
     return DSpark(hf, config, 4)
 
 
-@pytest.mark.attack
+@pytest.mark.long
 def test_a_trained_dspark_keeps_the_law(tmp_path):
     """Text drawn with a draft that has learned its target has the target's joint distribution; a
     draft that reports q without the token that it has drawn before is caught."""

@@ -157,6 +157,7 @@ STATES = '"target_hidden_states": [2, 3, 3]'
 OUTER = "eagle_aux_hidden_state_layer_ids"
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "keys, is_read",
     [
@@ -185,7 +186,8 @@ def test_a_switch_that_is_set_has_no_variants(target, tmp_path):
     assert names == [f'"target_hidden_states": {ids}' for ids in ([2, 3, 3], [1, 2, 2], [3, 4, 4])]
 
 
-@pytest.mark.parametrize("wrong", [None, "state_first", "reads_normed", "recycles_normed"])
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("wrong", ["state_first", None, "reads_normed", "recycles_normed"])
 def test_the_feeding_of_a_head_is_named(wrong, target, tmp_path):
     right = {"mtp_state_first": False, "mtp_reads_normed": True, "mtp_recycles_normed": True}
     keys = {} if wrong is None else {f"mtp_{wrong}": not right[f"mtp_{wrong}"]}
@@ -261,6 +263,7 @@ def run_main(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
     return exit.value.code, *capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_the_command_measures_all_variants(monkeypatch, capsys, story_folder):
     flags = f"--checkpoint {story_folder} --draft mtp --temperature 0 --dtype float32"
     flags += " --max_new_tokens 20 --ignore_eos --device cpu --speculate_k 2"

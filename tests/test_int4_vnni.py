@@ -152,6 +152,7 @@ def decode(compile: bool) -> None:
         assert together == [texts([prompt])[0] for prompt in prompts]
 
 
+@pytest.mark.slow
 def test_plain_text_is_drafted_text():
     decode(compile=False)
 

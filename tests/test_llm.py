@@ -698,9 +698,9 @@ def test_an_llm_is_not_copied(llm, copied):
     [
         {},
         {"draft": DRAFT},
-        {"draft": "ngram"},
+        pytest.param({"draft": "ngram"}, marks=pytest.mark.slow),
         {"draft": "suffix"},
-        {"draft": "layers:0-1"},
+        pytest.param({"draft": "layers:0-1"}, marks=pytest.mark.slow),
         pytest.param({"draft": ROOT / "checkpoints" / "demo-pard"}, marks=pytest.mark.slow),
         pytest.param({"draft": f"suffix,{DRAFT}"}, marks=pytest.mark.slow),
         pytest.param({"draft": "quantized:int8"}, marks=pytest.mark.slow),

@@ -134,6 +134,7 @@ def test_a_session_that_cannot_fit_ends_before_weights_are_read(free, monkeypatc
         open_llm(flags("--batch_size", 4), Workload(num_slots=4), CPU)
 
 
+@pytest.mark.slow
 def test_an_automatic_batch_is_not_refused_beyond_one_row(free, tmp_path, capsys):
     file = tmp_path / "prompts.txt"
     file.write_text("One day\n" * 6)

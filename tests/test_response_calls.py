@@ -100,6 +100,7 @@ def test_the_items_depend_on_the_text_alone(thoughts, parts, data):
 
 
 @pytest.mark.attack
+@pytest.mark.one_in(3, len(FAMILIES))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_forced_call_is_an_item_and_its_result_a_turn(server, family):  # noqa: F811
     server.use(family)

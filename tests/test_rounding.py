@@ -287,6 +287,7 @@ for dtype in (torch.bfloat16, torch.float16):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["AVX2", None])
 def test_no_row_is_padded_where_every_row_costs(level):
     """The rows that the kernel gets, on this processor and on one that has AVX2 alone: aten's

@@ -42,7 +42,7 @@ def test_plain_stories(story, is_plain):
     assert self_stories.is_plain(story, {"tom", "had", "a", "dog", "the", "end"}) == is_plain
 
 
-@pytest.mark.attack
+@pytest.mark.long
 def test_the_demo_learns_and_writes_stories(tmp_path, monkeypatch):
     """It loads and learns with the stories' tokens alone, and what it then writes passes as plain.
     The loss per character is that of the demo, computed by hand."""

@@ -171,7 +171,7 @@ def parted(model, drafter: str, num_slots: int, seed: int, **engine_options) -> 
 TRAINED = ("pard", "eagle3", "dflash")
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(6, 2)
 @pytest.mark.parametrize(
     "num_slots", [5, *(pytest.param(n, marks=pytest.mark.attack) for n in (1, 2, 8))]
 )
@@ -214,7 +214,7 @@ def test_a_pool_forgets_the_oldest_answers(model_of):
     assert str(tokens[last])[1:-1] in str([*drafter.pool[0].ids, -1, *drafter.pool[1].ids])
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(4, 2)
 @pytest.mark.parametrize("kind", [KVCache, pytest.param(Int8Cache, marks=pytest.mark.attack)])
 @pytest.mark.parametrize(
     "quantize", [None, pytest.param("int8", marks=pytest.mark.attack), "int4-g32"]

@@ -30,7 +30,7 @@ def by_token(*args, block: bool, **options):
     return accept(*args, **options)
 
 
-@pytest.mark.one_in(5, 3)
+@pytest.mark.one_in(13, 8)
 @pytest.mark.parametrize("k", [4, 1])
 @pytest.mark.parametrize("block", [True, False], ids=["block", "token"])
 @pytest.mark.parametrize("path", SAMPLINGS)

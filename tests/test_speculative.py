@@ -482,6 +482,7 @@ BROKEN = ["accepts everything", "residual", "q(x) = 0", "drops the unlikely"]
 
 
 @pytest.mark.attack
+@pytest.mark.one_in(3, 3)
 @pytest.mark.parametrize("broken", ["same noise", *BROKEN])
 def test_a_broken_law_is_caught(broken, monkeypatch):
     model, drafter, sampling = tiny(3), ModelDraft(tiny(7, n_layers=1)), Sampling(1)

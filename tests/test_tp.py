@@ -394,6 +394,7 @@ def test_a_format_of_matrices_sees_all_rows(monkeypatch):
     assert all(torch.equal(parts[name], expected[name]) for name in expected)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("scheme", FORKS)
 def test_a_forks_format_is_the_same_on_ranks(scheme, wide, tmp_path, monkeypatch):
     """Whatever it must see of a weight, a row or all, a rank holds its share of what one process
