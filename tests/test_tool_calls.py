@@ -812,6 +812,7 @@ def test_the_clients_own_stream_accumulates_calls(server):
 
 
 @pytest.mark.attack
+@pytest.mark.one_in(3, 3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_forced_call_obeys_its_schema_whatever_the_model_prefers(server, family):
     """The model is the demo's with another tokenizer: noise. Greedy answers are equal without a
@@ -892,6 +893,7 @@ def test_an_answer_that_ends_inside_a_call_says_so(server):
 
 
 @pytest.mark.attack
+@pytest.mark.one_in(3, 3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_forced_call_that_the_limit_cuts_is_no_text_and_goes_back(server, family):
     """Whatever the limit, an answer that has to be a call has no other text, and its message goes
@@ -917,6 +919,7 @@ def test_a_forced_call_that_the_limit_cuts_is_no_text_and_goes_back(server, fami
 
 
 @pytest.mark.attack
+@pytest.mark.one_in(3, 3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_agent_calls_a_tool_and_reads_its_result(server, family):
     """pydantic-ai against a model that calls, and then answers; whole and streamed."""
