@@ -1,22 +1,21 @@
 """Draft K tokens cheaply, verify them in one pass of the target, keep those that preserve its
 distribution.
 
-    speculate                       the whole idea, for one prompt
+    speculate                       the whole idea, for one prompt, which is a Text
     acceptance, residual, accept    rejection sampling: two formulas, and the decision of every
                                     round, token by token or for the whole block
     decode_round                    the step of an engine's batch, of which plain decoding is the
                                     case K = 0
-    Rule                            a decision of your own in place of `accept`
 
 This file works on logits, distributions and token ids. Drafters are in drafts/, the draft length in
-decoding/draft_length.py. Ranks appear only as `batch.broadcast`.
+decoding/draft_length.py, and what a decision of your own in place of `accept` has to say in
+decoding/rule.py. Ranks appear only as `batch.broadcast`.
 
 Sources: Leviathan et al., arXiv:2211.17192 (below: L); Chen et al., arXiv:2302.01318; Sun et al.,
 arXiv:2403.10444 (below: S), for whole blocks. K is L's and S's gamma.
 """
 
-import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,59 +38,6 @@ from decoding.sampling import (
 from model import Caches, Transformer
 
 # -------------------------------------------------------------------------------------- speculate
-
-
-class Plan(NamedTuple):
-    """What a step asks of a drafter: k tokens for every row, none of which has more than `length`
-    decided tokens. `requests`: an engine's (row, request) pairs."""
-
-    k: int
-    length: int
-    requests: Sequence = ()
-
-
-class Text:
-    """A batch of one row, for `speculate` and its drafter. Tokens, positions and noise have the
-    names that they have in decoding.batch.Batch, so a drafter that reads no more serves both."""
-
-    def __init__(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        seed: int,
-        S: int,
-        device: torch.device,
-    ):
-        """A prompt, with room for S tokens in all."""
-        self.tokens = torch.zeros(1, S, dtype=torch.int64, device=device)  # (1, S)
-        self.tokens[0, : len(prompt)] = torch.tensor(prompt)
-        self.pos = torch.tensor([len(prompt) - 1], device=device)  # (1,) of the last decided token
-        self.seed = torch.tensor([seed], device=device)  # (1,)
-        self.sampling = sampling
-        self.sampling_path = sampling.path
-        self.values = sampling.values.to(device)  # (n,)
-        if sampling.path == PENALIZED:
-            raise UserError("logit_bias and penalties need an Engine (decoding/engine.py)")
-
-    @property
-    def length(self) -> int:
-        """The number of decided tokens."""
-        return self.pos.item() + 1
-
-    @property
-    def last(self) -> Tensor:
-        """The last decided token (1, 1)."""
-        return self.tokens.gather(1, self.pos[:, None])
-
-    def noise(self, pos: Tensor, purpose: int = PLAIN_DRAW) -> Tensor:
-        """Uniform numbers (1, T) for tokens at pos (1, T)."""
-        return row_noise(self.seed, self.pos, pos, purpose)
-
-    def append(self, token: int) -> None:
-        if token == INVALID:
-            raise UserError(f"position {self.length}: the model's logits are not finite")
-        self.tokens[0, self.length] = token
-        self.pos += 1
 
 
 @torch.inference_mode()
@@ -141,8 +87,9 @@ def speculate(
                 return
         # DRAFT k tokens, and VERIFY them: what would the target have drawn after each?
         draft_tokens, q = drafter.propose(text, Plan(k, text.length))  # (1, K), (1, K, V)
-        tokens = torch.cat((text.last, draft_tokens), dim=1)  # (1, K + 1)
         pos = text.pos[:, None] + torch.arange(k + 1, device=text.pos.device)  # (1, K + 1)
+        last = text.tokens.gather(1, pos[:, :1])  # (1, 1)
+        tokens = torch.cat((last, draft_tokens), dim=1)  # (1, K + 1)
         p = sampling.probs(model(tokens, pos, runner.slice_to(text.length + k)))  # (1, K + 1, V)
         # ACCEPT n of them, and the token that follows.
         noise = (text.noise(pos[:, 1:], ACCEPT), text.noise(pos + 1))  # (1, K), (1, K + 1)
@@ -150,14 +97,66 @@ def speculate(
         decided = torch.cat((draft_tokens[:, :n], token[:, None]), dim=1)  # (1, n + 1)
 
 
+class Plan(NamedTuple):
+    """What a step asks of a drafter: k tokens for every row, none of which has more than `length`
+    decided tokens. `requests`: an engine's (row, request) pairs."""
+
+    k: int
+    length: int
+    requests: Sequence = ()
+
+
+class Text:
+    """A batch of one row, for `speculate` and its drafter. Tokens, positions and noise have the
+    names that they have in decoding.batch.Batch, so a drafter that reads no more serves both."""
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        S: int,
+        device: torch.device,
+    ):
+        """A prompt, with room for S tokens in all."""
+        self.tokens = torch.zeros(1, S, dtype=torch.int64, device=device)  # (1, S)
+        self.tokens[0, : len(prompt)] = torch.tensor(prompt)
+        self.pos = torch.tensor([len(prompt) - 1], device=device)  # (1,) of the last decided token
+        self.seed = torch.tensor([seed], device=device)  # (1,)
+        self.sampling = sampling
+        self.sampling_path = sampling.path
+        self.values = sampling.values.to(device)  # (n,)
+        if sampling.path == PENALIZED:
+            raise UserError("logit_bias and penalties need an Engine (decoding/engine.py)")
+
+    @property
+    def length(self) -> int:
+        """The number of decided tokens."""
+        return self.pos.item() + 1
+
+    def noise(self, pos: Tensor, purpose: int = PLAIN_DRAW) -> Tensor:
+        """Uniform numbers (1, T) for tokens at pos (1, T)."""
+        return row_noise(self.seed, self.pos, pos, purpose)
+
+    def append(self, token: int) -> None:
+        if token == INVALID:
+            raise UserError(f"position {self.length}: the model's logits are not finite")
+        self.tokens[0, self.length] = token
+        self.pos += 1
+
+
 # ------------------------------------------------------------------------------------------ accept
 
 
+def likelihood_ratio(p: Tensor, q: Tensor) -> Tensor:
+    """p / q of a drafted token; 0 where q is 0, because such a token was not drawn from q."""
+    return torch.where(q > 0, p / q, 0)
+
+
 def acceptance(p: Tensor, q: Tensor) -> Tensor:
-    """The probability min(1, p / q) of keeping a drafted token (L, section 2.3); 0 where q is 0,
-    because such a token was not drawn from q. p target, q draft, any shape."""
-    ratio = (p / q).clamp(max=1)
-    return torch.where(q > 0, ratio, 0)
+    """The probability min(1, p / q) of keeping a drafted token (L, section 2.3). p target, q draft,
+    any shape."""
+    return likelihood_ratio(p, q).clamp(max=1)
 
 
 def residual(p: Tensor, q: Tensor, factor: Tensor | float = 1.0) -> Tensor:
@@ -190,11 +189,10 @@ def block_acceptance(
     may have fewer than K drafted tokens, and q is 0 after them: there h is the factor itself.
     """
     K = q.size(1)
-    ratio = p_drafted / q_drafted  # (B, K)
-    ratio = torch.where(q_drafted > 0, ratio, 0)
+    ratio = likelihood_ratio(p_drafted, q_drafted)  # (B, K)
     factors = [torch.ones_like(ratio[:, 0])]  # of i tokens: their joint p / q, cut off at 1
-    for i in range(K):
-        factor = factors[i] * ratio[:, i]
+    for ratio_of_token in ratio.unbind(dim=1):
+        factor = factors[-1] * ratio_of_token
         factors.append(factor.clamp(max=1))
     factor = torch.stack(factors, dim=1)  # (B, K + 1)
     inner = factor[:, 1:K]  # (B, K - 1)
@@ -236,16 +234,17 @@ def accept(
     drafted = draft_tokens[..., None]  # (B, K, 1)
     p_drafted = p[:, :K].gather(2, drafted)[..., 0]  # (B, K)
     q_drafted = q.gather(2, drafted)[..., 0]  # (B, K)
-    law = residual
+    factor = 1.0
     if block and K > 0:
-        h, factor = block_acceptance(p_drafted, q_drafted, p, q)
-        count = torch.arange(1, K + 1, device=p.device)
-        passing = torch.where(to_accept < h, count, 0)  # (B, K)
+        h, factors = block_acceptance(p_drafted, q_drafted, p, q)
+        length = torch.arange(1, K + 1, device=p.device)
+        passing = torch.where(to_accept < h, length, 0)  # (B, K)
         n = passing.amax(dim=1)  # (B,) the longest block
-        law = functools.partial(residual, factor=factor.gather(1, n[:, None]))
+        factor = factors.gather(1, n[:, None])  # (B, 1)
     else:
         n = count_kept(to_accept < acceptance(p_drafted, q_drafted))  # never at 0: noise is >= 0
-    return n, draw_next(n, p, q, to_draw, law)
+    p, q, to_draw = after_kept(n, p, q, to_draw)
+    return n, draw(residual(p, q, factor), to_draw)
 
 
 def count_kept(may_keep: Tensor) -> Tensor:
@@ -254,19 +253,17 @@ def count_kept(may_keep: Tensor) -> Tensor:
     return leading.sum(dim=1)
 
 
-def draw_next(
+def after_kept(
     n: Tensor,
     p: Tensor,
     q: Tensor,
     to_draw: Tensor,
-    law: Callable,
-) -> Tensor:
-    """The token (B,) after the first n (B,) drafted ones, drawn from law(p, q) of the two
-    distributions (B, V) there: q is 0 after K acceptances. Otherwise as in `accept`."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """p and q (B, V) and the number (B,) of the token after the first n (B,) drafted ones, of those
+    that `accept` has for all positions. q is 0 after K acceptances."""
     row = torch.arange(len(n), device=p.device)
     q = F.pad(q, (0, 0, 0, 1))  # (B, K + 1, V)
-    p_next = law(p[row, n], q[row, n])  # (B, V)
-    return draw(p_next, to_draw[row, n])
+    return p[row, n], q[row, n], to_draw[row, n]
 
 
 # ------------------------------------------------------------------------------------ decode_round
@@ -310,8 +307,7 @@ def decide(
 ) -> None:
     """Draw from the logits (B, K + 1, V) of the last token and K drafted ones, as `decode_round`
     has them, and append what is decided to every row that is not done."""
-    pos = batch.pos[:, None]
-    pos = pos + torch.arange(logits.size(1), device=pos.device)  # (B, K + 1)
+    pos = batch.pos[:, None] + torch.arange(logits.size(1), device=logits.device)  # (B, K + 1)
     processed = batch.process_logits(logits, pos)  # (B, K + 1, V)
     # The token after the accepted ones is drawn with the number that plain decoding would use at
     # its position.
@@ -324,7 +320,10 @@ def decide(
         batch.accepted.zero_()
     else:
         p = distribution(processed, batch.sampling_path, batch.values)
-        n, decided = verify(batch, p, to_draw, draft_tokens, draft_probs)  # (B,), (B, K + 1)
+        # The numbers that accept or reject are this round's own: those past the last accepted token
+        # took part in the decision too, so using them again would bias the text.
+        noise = (batch.noise(pos[:, 1:], ACCEPT), to_draw)  # (B, K), (B, K + 1)
+        n, decided = verify(batch, p, noise, draft_tokens, draft_probs)  # (B,), (B, K + 1)
     if records_logprobs:
         batch.record_logprobs(logits, processed, decided, draft_probs)
     batch.commit(decided, n)
@@ -333,81 +332,32 @@ def decide(
 def verify(
     batch: nn.Module,
     p: Tensor,
-    to_draw: Tensor,
+    noise: tuple[Tensor, Tensor],
     draft_tokens: Tensor,
     draft_probs: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Keep or reject drafted tokens by the rows' rule, the target's p (B, K + 1, V) and the numbers
-    to_draw (B, K + 1): n (B,), and tokens (B, K + 1) of which the first n + 1 are decided."""
+    """Keep or reject drafted tokens, as of `accept`, by the batch's rule and the target's p (B,
+    K + 1, V): n (B,), and tokens (B, K + 1) of which the first n + 1 are decided."""
     K = draft_tokens.size(1)
-    # The numbers that accept or reject are this round's own: those past the last accepted token
-    # took part in the decision too, so using them again would bias the text.
-    drafted_pos = batch.pos[:, None] + torch.arange(1, K + 1, device=p.device)  # (B, K)
-    noise = (batch.noise(drafted_pos, ACCEPT), to_draw)  # (B, K), (B, K + 1)
     rule = batch.verification
-    if isinstance(rule, bool):
+    if isinstance(rule, str):
         # Deciding about whole blocks gains nothing where tokens are the likeliest ones.
-        block = rule and batch.sampling_path != GREEDY
+        block = rule == "block" and batch.sampling_path != GREEDY
         n, token = accept(draft_tokens, draft_probs, p, noise=noise, block=block)  # (B,), (B,)
         overlap = torch.minimum(p[:, :K], draft_probs).sum(dim=-1)  # (B, K) L, corollary 3.6
     else:
-        n, token = rule.decide(draft_tokens, draft_probs, p, noise)  # (B,), (B,)
+        n, token = rule.accept(draft_tokens, draft_probs, p, noise)  # (B,), (B,)
         overlap = rule.expected(p[:, :K], draft_probs)  # (B, K)
     is_drafted = draft_probs.amax(dim=-1) != 0  # (B, K) with NaN too, which is then rejected
     num_drafted = (is_drafted & ~batch.done[:, None]).sum(dim=1)  # (B,)
     # All ranks take rank 0's decision, in one broadcast: (B, K + 3) float32 holds ids below 2^24.
     decision = torch.cat((n[:, None], num_drafted[:, None], token[:, None], overlap), dim=1)
-    decision = batch.broadcast(decision)
-    n, num_drafted, token, overlap = decision.split((1, 1, 1, K), dim=1)
+    n, num_drafted, token, overlap = batch.broadcast(decision).split((1, 1, 1, K), dim=1)
     batch.drafted[:, :K] = draft_tokens
     batch.overlap[:, :K] = overlap
     batch.accepted.copy_(n[:, 0])
     batch.num_drafted.copy_(num_drafted[:, 0])
     n = n.long()  # (B, 1)
-    tokens = torch.cat((draft_tokens, token.long()), dim=1)  # (B, K + 1)
-    decided = tokens.scatter(1, n, token.long())
-    return n[:, 0], decided
-
-
-# ------------------------------------------------------------------------------------ another rule
-
-
-class Rule:
-    """A rule of one's own in place of `accept`: how a round keeps drafted tokens. It overrides
-    `keep`, `next_law` and `expected`, and says whether it `is_lossless`."""
-
-    is_lossless = False
-
-    def keep(
-        self,
-        draft_tokens: Tensor,
-        q: Tensor,
-        p: Tensor,
-        u: Tensor,
-    ) -> Tensor:
-        """Which tokens (B, K), drawn from q (B, K, V), may be kept where the target has p (B, K,
-        V): (B, K) bool. `u` (B, K) are uniform numbers."""
-        raise NotImplementedError
-
-    def next_law(self, p: Tensor, q: Tensor) -> Tensor:
-        """The distribution (B, V) of the token after those that are kept, where the target has p
-        (B, V), and the draft q (B, V), or zeros."""
-        return p
-
-    def expected(self, p: Tensor, q: Tensor) -> Tensor:
-        """The probability (B, K) that a token drawn from q (B, K, V) is kept, p as of `keep`."""
-        raise NotImplementedError
-
-    def decide(
-        self,
-        draft_tokens: Tensor,
-        q: Tensor,
-        p: Tensor,
-        noise: tuple[Tensor, Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """n_accepted and next_token, as of `accept`."""
-        to_accept, to_draw = noise
-        is_drafted = q.amax(dim=-1) != 0  # (B, K)
-        may_keep = self.keep(draft_tokens, q, p[:, :-1], to_accept)  # (B, K)
-        n = count_kept(may_keep & is_drafted)
-        return n, draw_next(n, p, q, to_draw, self.next_law)
+    token = token.long()  # (B, 1)
+    tokens = torch.cat((draft_tokens, token), dim=1)  # (B, K + 1)
+    return n[:, 0], tokens.scatter(1, n, token)

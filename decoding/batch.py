@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decoding.logits import apply_masks, penalize, process, top_logprobs
-from decoding.options import VERIFICATIONS, EngineOptions
+from decoding.options import EngineOptions
 from decoding.sampling import (
     GREEDY,
     INVALID,
@@ -42,8 +42,8 @@ class Batch(nn.Module):
     Of the engine's `options` a Batch follows three. logits_processor(logits (B, T, V), tokens (B,
     S), pos (B, T)) returns the logits that tokens are drawn from; columns of `tokens` past a
     position in `pos` are scratch space, not text there. `logprobs` is the number of top tokens that
-    steps may record for each token; None: they record nothing. `verification`: does a step decide
-    about whole blocks, or about one token after the other? Or a speculative.Rule.
+    steps may record for each token; None: they record nothing. `verification`: by which rule a step
+    keeps drafted tokens.
     """
 
     def __init__(
@@ -58,8 +58,7 @@ class Batch(nn.Module):
     ):
         super().__init__()
         self.logits_processor = options.logits_processor
-        rule = options.verification
-        self.verification = VERIFICATIONS[rule] if isinstance(rule, str) else rule
+        self.verification = options.verification
         self.vocab_size = vocab_size
         self.num_top_logprobs = options.logprobs
         self.sampling_path = GREEDY
@@ -89,7 +88,7 @@ class Batch(nn.Module):
         fixed("masks", B, K + 1, num_words, value=-1, dtype=torch.int32)
         # What the last step decided, for the host: num_decided tokens of `out`. It drafted
         # num_drafted tokens of `drafted`, and kept the first `accepted` of them. At each `overlap`
-        # is the sum of min(p, q), or what a speculative.Rule says that it `expected`.
+        # is the sum of min(p, q), or what a decoding.rule.Rule says that it `expected`.
         fixed("out", B, K + 1)
         fixed("num_decided", B)
         fixed("num_drafted", B)

@@ -48,7 +48,7 @@ class DraftLength:
         return self.overlap / self.weight
 
     def observe(self, overlap: float) -> None:
-        """`overlap`: sum of min(p, q), or what a speculative.Rule `expected`, at one drafted
+        """`overlap`: sum of min(p, q), or what a decoding.rule.Rule `expected`, at one drafted
         position that was reached."""
         if math.isfinite(overlap):  # a draft's NaN would stay in the mean for good
             self.overlap = self.overlap * DECAY + overlap

@@ -8,9 +8,7 @@ from decoding.errors import UserError
 from decoding.settings import DEFAULT_K
 
 CACHE_NAMES = ("model", "int8", "fp8")  # decoding/kv_8bit.py has the latter two
-# What speculative.accept knows -> does it decide about whole blocks? Another rule has no name: it
-# is an instance of a speculative.Rule.
-VERIFICATIONS = {"block": True, "token": False}
+VERIFICATIONS = ("block", "token")  # what speculative.accept knows; another rule has no name
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class EngineOptions:
                         `calibrate`
     verification        how drafted tokens are accepted where they are sampled: "block", all K at
                         once, or "token", one by one; the texts have the same distribution. Or a
-                        speculative.Rule of one's own
+                        decoding.rule.Rule of one's own
     fixed_width_steps   run every step over K + 1 positions, drafted or not
     logits_processor    changes logits before sampling: see decoding/batch.py
     logprobs            record the log-probabilities of each token and of the N most likely
@@ -51,11 +49,11 @@ class EngineOptions:
         if k != "auto" and not (isinstance(k, int) and k >= 0):
             raise UserError(f"speculate_k = {k!r} must be a number of tokens from 0 on, or 'auto'")
         rule = self.verification
-        is_rule = hasattr(rule, "decide") and not isinstance(rule, type)
-        if not is_rule and rule not in [*VERIFICATIONS]:
+        is_rule = hasattr(rule, "accept") and not isinstance(rule, type)
+        if not is_rule and rule not in VERIFICATIONS:
             names = ", ".join(VERIFICATIONS)
             raise UserError(
-                f"verification = {rule!r} must be {names}, or an instance of a speculative.Rule"
+                f"verification = {rule!r} must be {names}, or an instance of a decoding.rule.Rule"
             )
         num_logprobs = 0 if self.logprobs is None else self.logprobs
         if not (isinstance(num_logprobs, int) and num_logprobs >= 0):

@@ -25,7 +25,7 @@ class StepRecord(NamedTuple):
 class TokenRecord(NamedTuple):
     """Token number `index` of a round. The round drafted k tokens for this row (0: none) and
     accepted `accepted` of them. overlap: how probable it was at this position that a draft is kept,
-    sum of min(p, q) or what a speculative.Rule `expected`, 0 past the draft. first: this is the
+    sum of min(p, q) or what a decoding.rule.Rule `expected`, 0 past the draft. first: this is the
     token after the prompt, which no round decided. rejected: at the token that corrects a draft,
     the drafted tokens from there on: one that was rejected, and those behind it, which went with
     it."""

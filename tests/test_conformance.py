@@ -22,6 +22,7 @@ import decoding.sampling as sampling
 import speculative
 from decoding.errors import UserError
 from decoding.kv_8bit import Fp8Cache, Int8Cache
+from decoding.rule import Rule
 from drafts.base import Draft, Drafter, ModelDraft
 from drafts.eagle import EagleDraft, EagleModel
 from drafts.hidden_states import AuxHiddenStates
@@ -39,7 +40,7 @@ from model import (
     attend,
     attention_mask,
 )
-from speculative import Rule, accept
+from speculative import accept
 from tests.conformance import check_cache, check_drafter, check_family, check_format, check_rule
 from tests.conformance.drafters import check_caches, check_newest_state
 from tests.conformance.formats import check_experts
@@ -398,7 +399,7 @@ class Accept(Rule):
     def __init__(self, block):
         self.block = block
 
-    def decide(self, draft_tokens, q, p, noise):
+    def accept(self, draft_tokens, q, p, noise):
         return accept(draft_tokens, q, p, noise=noise, block=self.block)
 
     def expected(self, p, q):
@@ -434,9 +435,9 @@ class Hopes(Typical):
 
 
 class KeepsWhatIsNoDraft(TokenByToken):
-    def decide(self, draft_tokens, q, p, noise):
+    def accept(self, draft_tokens, q, p, noise):
         q = torch.where(q.amax(dim=-1, keepdim=True) == 0, 1 / q.size(-1), q)
-        return super().decide(draft_tokens, q, p, noise)
+        return super().accept(draft_tokens, q, p, noise)
 
 
 class OfTheBatch(Typical):
@@ -482,7 +483,7 @@ class DrawsFromTheDraft(Typical):
         (KeepsAll(), "at temperature 0, of the draft .* p of decided token 0 is 0"),
         (ComparesWithItself(), "p of decided token 0 is 0"),
         (DrawsFromTheDraft(), "greedy text would change"),
-        (Typical, "is no instance of speculative.Rule"),
+        (Typical, "is no instance of decoding.rule.Rule"),
     ],
     ids=lambda case: type(case).__name__ if isinstance(case, Rule) else "",
 )

@@ -35,6 +35,7 @@ KNOWS = {
     "decoding.engine": {"decoding", "speculative", "drafts.base", "weights", "model", "tp"},
     "decoding.planner": {"decoding", "drafts.base"},
     "decoding.prefill": {"decoding", "speculative", "model", "tp"},
+    "decoding.rule": {"decoding", "speculative"},
     "speculative": {"decoding.runner", "decoding.sampling", "decoding.validation", "model"},
     "drafts.base": {"decoding", "model"},
     "drafts": {"drafts", "speculative", "loading", "decoding", "weights", "model", "tp"},

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decoding.rule import Rule
 from decoding.sampling import INVALID, draw
-from speculative import Rule
 from tests.conformance.drafters import FALSE_ALARM, check
 from tests.joint_laws import martingale, p_value
 
@@ -18,7 +18,7 @@ NUM_LAWS = 4  # pairs of a target's and a draft's
 
 
 def check_rule(rule: Rule) -> None:
-    """Check a rule like speculative.Rule on random distributions over three tokens.
+    """Check a rule like decoding.rule.Rule on random distributions over three tokens.
 
     - What it decides has the shapes and values of `accept`, and is the same for each row alone.
     - A row whose q is zero has no draft: nothing of it is kept, and its token is the one that plain
@@ -32,12 +32,13 @@ def check_rule(rule: Rule) -> None:
     """
     check(
         isinstance(rule, Rule),
-        f"{rule!r} is no instance of speculative.Rule, such as Typical() of a class Typical(Rule)",
+        f"{rule!r} is no instance of decoding.rule.Rule, such as Typical() of a class"
+        " Typical(Rule)",
     )
     generator = torch.Generator().manual_seed(0)
     drafted, q, p = random_rounds(generator)
     noise = (torch.rand(N, K, generator=generator), torch.rand(N, K + 1, generator=generator))
-    n, token = rule.decide(drafted, q, p, noise)
+    n, token = rule.accept(drafted, q, p, noise)
     check_values(n, token)
     check_rows_alone(rule, drafted, q, p, noise, n, token)
     check_without_draft(rule, drafted, q, p, noise)
@@ -47,7 +48,7 @@ def check_rule(rule: Rule) -> None:
     for _ in range(NUM_LAWS if rule.is_lossless else 0):
         target = laws(generator)
         drafted, q, p = rounds_of(target, laws(generator), generator)
-        n, token = rule.decide(drafted, q, p, noise)
+        n, token = rule.accept(drafted, q, p, noise)
         check_law(target, drafted, n, token, generator)
 
 
@@ -98,7 +99,7 @@ def check_values(n: Tensor, token: Tensor) -> None:
 def check_rows_alone(rule, drafted, q, p, noise, n, token) -> None:
     for row in range(8):
         part = slice(row, row + 1)
-        own = rule.decide(drafted[part], q[part], p[part], tuple(u[part] for u in noise))
+        own = rule.accept(drafted[part], q[part], p[part], tuple(u[part] for u in noise))
         check(
             [x.item() for x in own] == [n[row].item(), token[row].item()],
             f"row {row} alone gets {[x.item() for x in own]}, and among others"
@@ -110,7 +111,7 @@ def check_without_draft(rule, drafted, q, p, noise) -> None:
     for num_drafted in reversed(range(K)):  # 0 last
         q = q.clone()
         q[:, num_drafted:] = 0
-        n, token = rule.decide(drafted, q, p, noise)
+        n, token = rule.accept(drafted, q, p, noise)
         check(
             bool((n <= num_drafted).all()),
             f"of a draft of {num_drafted} tokens, behind which q is 0, up to {n.max()} are kept",
@@ -131,7 +132,7 @@ def check_impossible(rule, drafted, q, p, noise) -> None:
         "where the target excludes each drafted token": excluded / excluded.sum(-1, keepdim=True),
     }
     for case, p in targets.items():
-        n, token = rule.decide(drafted, q, p, noise)
+        n, token = rule.accept(drafted, q, p, noise)
         text = torch.cat((drafted, token[:, None]), dim=1)  # (N, K + 1)
         text.scatter_(1, n[:, None], token[:, None])
         is_decided = torch.arange(K + 1) <= n[:, None]
@@ -149,7 +150,7 @@ def check_impossible(rule, drafted, q, p, noise) -> None:
 def check_invalid(rule, drafted, q, p, noise) -> None:
     few = slice(0, 8)
     bad = torch.full_like(p[few], torch.nan)
-    _, token = rule.decide(drafted[few], q[few], bad, tuple(u[few] for u in noise))
+    _, token = rule.accept(drafted[few], q[few], bad, tuple(u[few] for u in noise))
     check(
         bool((token == INVALID).all()),
         f"where p is NaN the token is {token.tolist()}, and must be INVALID = {INVALID}",
@@ -160,7 +161,7 @@ def check_expected(rule, drafted, q, p, noise) -> None:
     """With one drafted token, which is kept or not."""
     to_accept, to_draw = noise
     drafted, q, p = drafted[:, :1], q[:, :1], p[:, :2]
-    n, _ = rule.decide(drafted, q, p, (to_accept[:, :1], to_draw[:, :2]))
+    n, _ = rule.accept(drafted, q, p, (to_accept[:, :1], to_draw[:, :2]))
     expected = rule.expected(p[:, :1], q)[:, 0].double()
     check(
         expected.shape == (N,) and bool((expected >= -1e-6).all() and (expected <= 1 + 1e-6).all()),

@@ -1,0 +1,52 @@
+"""A rule of your own in place of `speculative.accept`: which drafted tokens a round keeps.
+
+    Rule            what a rule says, for `verification` of EngineOptions
+
+speculative.verify asks it in every round. docs/fork.md has typical acceptance as an example.
+"""
+
+from torch import Tensor
+
+from decoding.sampling import draw
+from speculative import after_kept, count_kept
+
+
+class Rule:
+    """It overrides `keep`, `next_law` and `expected`, and says whether it `is_lossless`."""
+
+    is_lossless = False
+
+    def keep(
+        self,
+        draft_tokens: Tensor,
+        q: Tensor,
+        p: Tensor,
+        u: Tensor,
+    ) -> Tensor:
+        """Which tokens (B, K), drawn from q (B, K, V), may be kept where the target has p (B, K,
+        V): (B, K) bool. `u` (B, K) are uniform numbers."""
+        raise NotImplementedError
+
+    def next_law(self, p: Tensor, q: Tensor) -> Tensor:
+        """The distribution (B, V) of the token after those that are kept, where the target has p
+        (B, V), and the draft q (B, V), or zeros."""
+        return p
+
+    def expected(self, p: Tensor, q: Tensor) -> Tensor:
+        """The probability (B, K) that a token drawn from q (B, K, V) is kept, p as of `keep`."""
+        raise NotImplementedError
+
+    def accept(
+        self,
+        draft_tokens: Tensor,
+        q: Tensor,
+        p: Tensor,
+        noise: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """n_accepted and next_token, as of `speculative.accept`."""
+        to_accept, to_draw = noise
+        is_drafted = q.amax(dim=-1) != 0  # (B, K)
+        may_keep = self.keep(draft_tokens, q, p[:, :-1], to_accept)  # (B, K)
+        n = count_kept(may_keep & is_drafted)
+        p, q, to_draw = after_kept(n, p, q, to_draw)
+        return n, draw(self.next_law(p, q), to_draw)
