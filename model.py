@@ -252,6 +252,11 @@ class CacheSpec(NamedTuple):
     rope: Rope
 
 
+def row_index(pos: Tensor) -> Tensor:
+    """The row of each position in pos (B, T), to index a tensor of rows by both: (B, 1)."""
+    return torch.arange(pos.size(0), device=pos.device)[:, None]
+
+
 class KVCache(nn.Module):
     """Keys and values of one layer at fixed addresses, indexed by absolute position.
 
@@ -312,7 +317,7 @@ class KVCache(nn.Module):
             for name, x in values.items():
                 getattr(self, name).index_copy_(2, index, x)
             return
-        row = torch.arange(pos.size(0), device=pos.device)[:, None]  # (B, 1)
+        row = row_index(pos)  # (B, 1)
         for name, x in values.items():
             getattr(self, name)[row, :, pos] = x.transpose(1, 2)  # (B, G, T, …) -> (B, T, G, …)
 
@@ -337,7 +342,7 @@ class KVCache(nn.Module):
         if visible.index is None:
             S = visible.mask.size(-1)
             return [getattr(self, name)[:B, :, :S] for name in names]
-        row = torch.arange(B, device=self.k.device)[:, None]  # (B, 1)
+        row = row_index(visible.index)  # (B, 1)
         # (B, S, G, …) -> (B, G, S, …)
         return [getattr(self, name)[row, :, visible.index].transpose(1, 2) for name in names]
 

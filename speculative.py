@@ -196,14 +196,11 @@ def block_acceptance(
         factors.append(factor.clamp(max=1))
     factor = torch.stack(factors, dim=1)  # (B, K + 1)
     inner = factor[:, 1:K]  # (B, K - 1)
-    p_rest = inner[..., None] * p[:, 1:K]  # (B, K - 1, V)
-    q_rest = q[:, 1:].nan_to_num()
-    excess = (p_rest - q_rest).clamp(min=0)
-    rest = excess.sum(dim=-1)  # (B, K - 1)
+    excess = inner[..., None] * p[:, 1:K] - q[:, 1:].nan_to_num()  # (B, K - 1, V)
+    rest = excess.clamp(min=0).sum(dim=-1)  # (B, K - 1)
     total_mass = rest + 1 - inner
     h = torch.where(total_mass == 0, 1, rest / total_mass)
-    last = factor[:, K:]  # (B, 1)
-    h = torch.cat((h, last), dim=1)  # (B, K)
+    h = torch.cat((h, factor[:, K:]), dim=1)  # (B, K)
     return h, factor
 
 
@@ -221,11 +218,11 @@ def accept(
     draft_tokens (B, K) int, drawn from draft_probs (B, K, V) float32; target_probs (B, K + 1, V)
     float32
     -> n_accepted (B,), next_token (B,), int64. `noise`: uniform numbers in [0, 1) for the K
-    decisions (B, K), and for the next token after each number of acceptances (B, K + 1). What a
-    block decides also depends on the tokens that it discards and on their numbers, so the next
-    round must draft these positions again with fresh numbers: `round_uniform` therefore hashes the
-    round's start. Nothing here waits for the device. Where the target's probabilities are NaN,
-    next_token is INVALID; where the draft's are, its token is rejected.
+    decisions (B, K), and for the next token after each number of acceptances (B, K + 1). A block's
+    decision also depends on the tokens that it discards and on their numbers, so the next round
+    drafts these positions with fresh ones: `round_uniform` hashes the round's start. Where the
+    target's probabilities are NaN, next_token is INVALID; where the draft's are, its token is
+    rejected.
     """
     K = draft_tokens.size(1)
     p = target_probs.float()

@@ -167,7 +167,7 @@ def choose_slots(
     if K == "auto":
         K = max(drafter.auto_k)
     models = [model]
-    if drafter is not None and drafter.window:
+    if drafter is not None and drafter.num_first_inputs:
         models.append(drafter.model)
     per_position = cached_bytes(models, cache_class(options.engine.cache_type))
     max_fitting = free_memory(model.norm.weight.device) / 2 // ((length + K) * per_position)

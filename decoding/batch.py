@@ -8,7 +8,6 @@ speculative.decode_round is the step that changes a Batch.
 
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -123,7 +122,7 @@ class Batch(nn.Module):
     def prepare(
         self,
         requests: Sequence[tuple[int, object]],
-        limits: Mapping[object, int] = MappingProxyType({}),
+        limits: Mapping[object, int] | None = None,
     ) -> None:
         """Choose the code for a step of these (row, scheduler.Request) pairs. `limits`: how many
         tokens of each are drafted, if the step drafts."""
@@ -207,12 +206,11 @@ class Batch(nn.Module):
         p = distribution(processed, self.sampling_path, self.values)  # (B, T, V)
         self.top_logprobs[:, :T] = top_logprobs(logits, tokens, self.num_top_logprobs)
         self.token_probs.zero_()
-        self.token_probs[:, :T, 0] = p.gather(2, index)[..., 0]
+        self.token_probs[:, :T, :1] = p.gather(2, index)
         if q is not None:
             drafted = self.drafted[:, : T - 1, None]  # (B, T - 1, 1)
-            self.token_probs[:, : T - 1, 1] = q.gather(2, index[:, :-1])[..., 0]
-            self.token_probs[:, : T - 1, 2] = p[:, :-1].gather(2, drafted)[..., 0]
-            self.token_probs[:, : T - 1, 3] = q.gather(2, drafted)[..., 0]
+            probs = (q.gather(2, index[:, :-1]), p[:, :-1].gather(2, drafted), q.gather(2, drafted))
+            self.token_probs[:, : T - 1, 1:] = torch.cat(probs, dim=-1)  # (B, T - 1, 3)
 
     def commit(
         self,

@@ -98,7 +98,7 @@ class Engine:
         if drafter is not None:
             drafter.owner = weakref.ref(self)  # a cycle would keep both until a collection
             drafter.setup(self.batch, max_k, self.runner, self.maybe_compile)
-            if drafter.window:
+            if drafter.num_first_inputs:
                 self.runners.append(drafter.runner)
         # rows(begin, end): these slots as a batch. Views are made once.
         self.rows = functools.cache(Rows(self.batch, self.runner, drafter).view)
@@ -208,8 +208,7 @@ class Engine:
             if timing is not None:
                 timing.requests += requests
             num_yielded = [0] * len(requests)
-            is_finished = False
-            while not is_finished:
+            while True:
                 is_finished = all(request.finish_reason is not None for request in requests)
                 for row, request in enumerate(requests):
                     for id in request.tokens[num_yielded[row] :]:
@@ -219,8 +218,9 @@ class Engine:
                         raise UserError(f"row {row}, {request.error}")
                     if request.error is not None:
                         raise request.error
-                if not is_finished:
-                    self.step()
+                if is_finished:
+                    return
+                self.step()
         finally:
             for id in ids:
                 self.abort(id)
@@ -309,7 +309,7 @@ class Engine:
             request.num_launched += 1
         rows = self.rows(begin, end)
         running = [(request.slot.index - begin, request) for request in requests]
-        rows.batch.prepare(running, limits if k else {})
+        rows.batch.prepare(running, limits if k else None)
         return Step(
             rows,
             self.planner.max_length(requests, self.readback.steps),

@@ -46,14 +46,14 @@ class Memory:
 
 class MemoryPlan(NamedTuple):
     """What the requests of one memory draft in a step. `expected`: as of drafts.base.Drafter, for
-    each of them; `window`: the drafter's; `costs` those that the plan was made by."""
+    each of them; `num_first_inputs`: the drafter's; `costs` those that the plan was made by."""
 
     memory: Memory
     requests: Sequence
     k: int = 0
     costs: object = None
     expected: Sequence[list[float] | None] = ()
-    window: int = 0
+    num_first_inputs: int = 0
 
     @property
     def runs_drafter(self) -> bool:
@@ -63,7 +63,7 @@ class MemoryPlan(NamedTuple):
     @property
     def fills_cache(self) -> bool:
         """Does the drafter's own cache follow this step?"""
-        return self.runs_drafter and self.window > 0
+        return self.runs_drafter and self.num_first_inputs > 0
 
 
 class Memories:

@@ -43,8 +43,7 @@ class Meter:
         step_record = self.step_record(step, result, decided, now)
         for row, request, ids in decided:
             if len(request.tokens) == len(ids):  # its first ones
-                times = request.prefill_times
-                request.prefill_s = sum(seconds_between(*pair) for pair in times)
+                request.prefill_s = sum(seconds_between(*pair) for pair in request.prefill_times)
                 request.ttft_s = now - request.started
             if step_record is not None:
                 request.steps.append(step_record)

@@ -151,7 +151,7 @@ class Planner:
         k = memory.draft_length.choose(expected) if has_draft else 0
         if self.has_fixed_width:
             k = self.max_k
-        return MemoryPlan(memory, requests, k, costs, expected, self.drafter.window)
+        return MemoryPlan(memory, requests, k, costs, expected, self.drafter.num_first_inputs)
 
 
 def draft_lengths(options: EngineOptions, drafter: Drafter | None) -> tuple[int, ...]:

@@ -127,7 +127,7 @@ def count_draft_positions(plan: MemoryPlan, decided: Sequence) -> None:
     for _, request, ids in decided:
         if request in plan.requests:
             num_before = request.num_positions - len(ids) - 1
-            request.slot.num_draft = max(num_before, request.num_positions - plan.window)
+            request.slot.num_draft = max(num_before, request.num_positions - plan.num_first_inputs)
 
 
 def record_prompt(request: Request, model: Transformer, h: Tensor) -> None:

@@ -23,10 +23,6 @@ from decoding.memory import Memories
 from decoding.sampling import DRAFT_DRAW, distribution, draw
 from model import Caches, Config, Transformer, row_view
 
-# Of the first token of trained drafts: a published EAGLE-3 head had 0.75, with the states of other
-# layers 0.04 (vllm-project/vllm#50170); the weakest of our own had 0.34 (benchmarks/NOTES.md).
-TRAINED_ACCEPTANCE = 0.3
-
 
 class Draft(NamedTuple):
     """Drafted tokens (B, K) of the positions after a row's last decided one, and the distributions
@@ -64,7 +60,7 @@ class Drafter(nn.Module):
     # How many of the latest decided tokens the first pass of a round computes in a cache of its
     # own: the newest, which no cache holds yet, and those before it that this cache may lack after
     # a round. 0: it has no such cache, and needs no prompt.
-    window = 0
+    num_first_inputs = 0
 
     def __init__(self, model: Transformer | None = None):
         super().__init__()
@@ -148,12 +144,16 @@ class ModelDraft(Drafter):
     the target's cache one is enough: verification rewrites all K + 1 positions of every layer
     before any read."""
 
-    # What a round's first pass reads. None: the last token, and with a cache of its own (`window`
-    # is 2) also the one before it. A number: the k_max + 1 tokens that the last round may have
-    # decided, and so many before them.
+    # What a round's first pass reads. None: the last token, and with a cache of its own also the
+    # one before it. A number: the k_max + 1 tokens that the last round may have decided, and so
+    # many before them.
     num_extra_inputs: int | None = None
     # Positions from the last decided token on that its cache needs beyond the target's.
     num_scratch = 0
+    # `min_acceptance` of a trained draft: a published EAGLE-3 head had 0.75, with the states of
+    # other layers 0.04 (vllm-project/vllm#50170); the weakest of our own had 0.34
+    # (benchmarks/NOTES.md).
+    trained_acceptance = 0.3
 
     def __init__(self, model: Transformer, on_layers: Sequence[int] | None = None):
         """`on_layers`: the target's layers whose caches the draft's layers use; None for separate
@@ -161,9 +161,9 @@ class ModelDraft(Drafter):
         super().__init__(model)
         self.on_layers = on_layers
         if on_layers is None:
-            self.window = 2
+            self.num_first_inputs = 2
             self.max_positions = model.config.max_seq_length
-            self.min_acceptance = TRAINED_ACCEPTANCE
+            self.min_acceptance = self.trained_acceptance
 
     def setup(
         self,
@@ -174,7 +174,7 @@ class ModelDraft(Drafter):
     ) -> None:
         super().setup(batch, k_max, target, maybe_compile)
         if self.num_extra_inputs is not None:
-            self.window = k_max + 1 + self.num_extra_inputs
+            self.num_first_inputs = k_max + 1 + self.num_extra_inputs
         self.runner = target.for_draft(self.model, self.on_layers, self.num_scratch)
         # Ids that only the target has get probability 0; verification still draws them.
         self.vocab = min(target.model.config.vocab_size, self.model.config.vocab_size)
@@ -182,14 +182,19 @@ class ModelDraft(Drafter):
         self.register_buffer("drawn", zero, persistent=False)
 
     def propose(self, batch: nn.Module, plan) -> Draft:
-        caches = self.runner.slice_to(plan.length + plan.k)
+        num_written = max(plan.k, self.num_scratch)
+        caches = self.runner.slice_to(plan.length + num_written)
         self.drawn.zero_()
-        num_inputs = max(1, self.window)  # on the target's caches the last token alone
-        for _ in range(plan.k):
+        self.run_passes(caches, batch, plan.k)
+        return self.proposal(batch, plan.k)
+
+    def run_passes(self, caches: Caches, batch: nn.Module, k: int) -> None:
+        """Draw k tokens, each in a pass of its own."""
+        num_inputs = max(1, self.num_first_inputs)  # on the target's caches the last token alone
+        for _ in range(k):
             draw_next = self.maybe_compile(self.draw_next, batch, num_inputs)
             draw_next(caches, batch, num_inputs)
             num_inputs = 1  # the token just drawn
-        return self.proposal(batch, plan.k)
 
     def causes(self) -> list[str]:
         if hasattr(self.model.embed, "ids"):
@@ -218,26 +223,16 @@ class ModelDraft(Drafter):
     ) -> None:
         """Run the last `num_inputs` tokens and draw the one after them."""
         last = batch.pos + self.drawn  # (B,)
-        h = self.hidden(caches, batch, last, num_inputs)
-        self.draw(batch, h[:, -1:], last[:, None] + 1)
+        h = self.hidden_up_to(caches, batch, last, num_inputs)
+        self.draw(batch, self.model.head(h[:, -1:]), last[:, None] + 1)
 
     def draw(
-        self,
-        batch: nn.Module,
-        h: Tensor,
-        pos: Tensor,
-    ) -> None:
-        """Draw the tokens at pos (B, T) from hidden states h (B, T, D), and append them to the
-        proposal."""
-        self.draw_from(batch, self.model.head(h), pos)
-
-    def draw_from(
         self,
         batch: nn.Module,
         logits: Tensor,
         pos: Tensor,
     ) -> None:
-        """The same from logits (B, T, V)."""
+        """Draw the tokens at pos (B, T) from logits (B, T, V), and append them to the proposal."""
         logits = logits[..., : self.vocab]  # of the shorter vocabulary
         # All T draws see the tokens before the first of them: PARD draws them at once.
         last = (pos[:, :1] - 1).expand_as(pos)
@@ -253,7 +248,7 @@ class ModelDraft(Drafter):
         self.probs[..., : self.vocab].index_copy_(1, index, q)
         self.drawn.add_(T)
 
-    def hidden(
+    def hidden_up_to(
         self,
         caches: Caches,
         batch: nn.Module,
@@ -261,10 +256,10 @@ class ModelDraft(Drafter):
         T: int,
     ) -> Tensor:
         """Hidden states (B, T, D) of the T positions up to `last` (B,)."""
-        tokens, pos = self.inputs(batch, last, T)
+        tokens, pos = self.inputs_up_to(batch, last, T)
         return self.model.hidden(tokens, pos, caches)
 
-    def inputs(
+    def inputs_up_to(
         self,
         batch: nn.Module,
         last: Tensor,
@@ -292,13 +287,9 @@ class ParallelDraft(ModelDraft):
     def passes(self, k: int) -> int:
         return min(k, 1)
 
-    def propose(self, batch: nn.Module, plan) -> Draft:
-        num_written = max(plan.k, self.num_scratch)
-        caches = self.runner.slice_to(plan.length + num_written)
-        self.drawn.zero_()
-        draw_all = self.maybe_compile(self.draw_all, batch, plan.k)
-        draw_all(caches, batch, plan.k)
-        return self.proposal(batch, plan.k)
+    def run_passes(self, caches: Caches, batch: nn.Module, k: int) -> None:
+        draw_all = self.maybe_compile(self.draw_all, batch, k)
+        draw_all(caches, batch, k)
 
     def draw_all(
         self,
@@ -306,7 +297,7 @@ class ParallelDraft(ModelDraft):
         batch: nn.Module,
         K: int,
     ) -> None:
-        """Run the `window` latest tokens, and `draw` the K tokens after them."""
+        """Run the latest decided tokens, and `draw` the K tokens after them."""
         raise NotImplementedError
 
 

@@ -156,9 +156,9 @@ class DFlashDraft(HiddenStateDraft, ParallelDraft):
         batch,
         K: int,
     ) -> None:
-        """Write the context of the `window` - 1 decided tokens before the last, and draw
-        K tokens."""
-        self.hidden(caches, batch, batch.pos - 1, self.window - 1)  # writes keys and values
+        """Write the context of the latest decided tokens but the last, and draw K tokens."""
+        num_contexts = self.num_first_inputs - 1
+        self.hidden_up_to(caches, batch, batch.pos - 1, num_contexts)  # writes keys and values
         pos = batch.pos[:, None]  # (B, 1)
         steps = torch.arange(self.num_scratch, device=pos.device)  # (W,)
         last = batch.tokens.gather(1, pos)  # (B, 1)
@@ -168,17 +168,18 @@ class DFlashDraft(HiddenStateDraft, ParallelDraft):
         block_begin = torch.where(pos < batch.parked_pos, pos, self.runner.S)
         h = self.model.block_hidden(tokens, block_begin + steps, caches)  # (B, W, D)
         h = h[:, self.first_drawn : self.first_drawn + K]  # (B, K, D)
+        logits = self.model.head(h)  # (B, K, V)
         if not self.model.markov_head:
-            self.draw(batch, h, pos + 1 + steps[:K])
+            self.draw(batch, logits, pos + 1 + steps[:K])
             return
-        logits = self.model.head(h)[..., : self.vocab]  # (B, K, V)
+        logits = logits[..., : self.vocab]
         if self.model.dflash.draft_topk:
             least = logits.topk(self.model.dflash.draft_topk).values[..., -1:]  # (B, K, 1)
             logits = logits.masked_fill(logits < least, -math.inf)
         for i in range(K):
             before = batch.tokens.gather(1, pos + i)  # (B, 1), as drawn
             bias = self.model.markov_head(before)[..., : self.vocab]  # (B, 1, V)
-            self.draw_from(batch, logits[:, i : i + 1] + bias, pos + i + 1)
+            self.draw(batch, logits[:, i : i + 1] + bias, pos + i + 1)
 
 
 class DFlashSource(HiddenStateSource):
@@ -219,14 +220,14 @@ def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:
     block_size = section.size("block_size", max_size=MAX_BLOCK)
     mask = read_token_id(options, "mask_token_id", target.vocab_size)
     state_ids = state_ids_of(hf, layer is not hf, options, target.n_layers)
-    rank = hf.get("markov_rank") and hf.size("markov_rank")
+    rank = hf.count("markov_rank")
     if rank and hf.get("markov_head_type") != "vanilla":
         raise hf.refused("markov_head_type", "is not supported; supported: 'vanilla'")
     vocab_size = hf.size("draft_vocab_size", target.vocab_size)
     topk = hf.get("dspark_draft_topk") and hf.size("dspark_draft_topk", max_size=vocab_size)
     if topk and not rank:
         raise hf.refused("dspark_draft_topk", "needs a Markov head, which markov_rank gives")
-    dflash = DFlash(block_size, mask, state_ids, has_anchor, rank or 0, vocab_size, topk or 0)
+    dflash = DFlash(block_size, mask, state_ids, has_anchor, rank, vocab_size, topk or 0)
     return dflash, config
 
 
@@ -237,7 +238,7 @@ def state_ids_of(hf: Section, is_speculators: bool, options: Section, L: int) ->
         return read_state_ids(hf, STATES_KEY, L)
     if is_speculators:
         return read_state_ids(hf, "aux_hidden_state_layer_ids", L - 1)
-    return read_state_ids(options, "target_layer_ids", L - 2, are_outputs=True)
+    return read_state_ids(options, "target_layer_ids", L - 1, are_outputs=True)
 
 
 def speculators_layer(hf: Section) -> Section:

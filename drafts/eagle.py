@@ -5,8 +5,8 @@ token it is made of several of the target's states by `fuse`; of a drafted token
 own from the pass before. Attention reads token and state side by side, so the inputs of its product
 for queries, keys and values are twice as wide, and the state alone is the residual stream.
 
-    EagleModel      pairs (token, state before it) -> logits at the target's ids
-    EagleDraft      its drafter
+    EagleModel      pairs (token, state before it) -> logits at the target's ids; its drafter is a
+                    PairDraft
     EagleSource     a folder in any of three published layouts: SafeAILab's
                     (github.com/SafeAILab/EAGLE, tensors `midlayer.*`), speculators'
                     (github.com/vllm-project/speculators, `layers.0.*`), and DeepSpec's
@@ -107,14 +107,10 @@ class EagleModel(PairModel):
             print(f"{checkpoint.path}: {note}", file=sys.stderr)
 
 
-class EagleDraft(PairDraft):
-    """A PairDraft: an EagleModel needs nothing besides."""
-
-
 class EagleSource(HiddenStateSource):
     """An EAGLE-3 folder in any of these layouts. UserError for a wrong config.json."""
 
-    draft_class = EagleDraft
+    draft_class = PairDraft
 
     def check(self, config: Config) -> None:
         hf = self.origin.hf
@@ -181,7 +177,7 @@ def state_ids_of(settings: Section, target: Config) -> tuple[tuple[int, ...], st
     if settings.get(STATES_KEY):
         return read_state_ids(settings, STATES_KEY, L), ""
     if settings.get("target_layer_ids"):
-        return read_state_ids(settings, "target_layer_ids", L - 1, are_outputs=True), ""
+        return read_state_ids(settings, "target_layer_ids", L, are_outputs=True), ""
     keys = [key for key in OUTER_KEYS if settings.get(key)]
     if not keys:
         return tuple(default_state_ids(L)), "its config.json names no layers of the target"
@@ -192,5 +188,5 @@ def state_ids_of(settings: Section, target: Config) -> tuple[tuple[int, ...], st
     assumption = f"{key} = {settings[key]} begins with 1"
     if target.family == "gpt_oss":
         return state_ids, f"{assumption}, and is read as in other drafts for gpt-oss"
-    state_ids = read_state_ids(settings, key, L - 1, are_outputs=True)
+    state_ids = read_state_ids(settings, key, L, are_outputs=True)
     return state_ids, f"{assumption}, and is read as outputs of layers from 0"

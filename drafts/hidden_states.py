@@ -28,7 +28,7 @@ from drafts.vocabulary import gather_logits
 from loading.checkpoint import Checkpoint
 from loading.models import allocate, to_dtype
 from loading.weight_names import pieces
-from model import Caches, Config, Linear, Transformer
+from model import Caches, Config, Linear, Transformer, row_index
 from weights.walker import quantized_copy
 
 TRY_VARIANTS = (
@@ -48,13 +48,12 @@ class AuxHiddenStates(nn.Module):
 
     def update(self, x: Tensor, pos: Tensor) -> None:
         """Write x (B, T, D) at pos (B, T)."""
-        row = torch.arange(pos.size(0), device=pos.device)[:, None]  # (B, 1)
-        self.x[row, pos] = x
+        self.x[row_index(pos), pos] = x
 
     def read(self, pos: Tensor) -> Tensor:
         """(B, T, D) at pos (B, T). A parked row's pos may lie behind the target's cache."""
-        row = torch.arange(pos.size(0), device=pos.device)[:, None]  # (B, 1)
-        return self.x[row, pos.clamp(max=self.x.size(1) - 1)]
+        last = self.x.size(1) - 1
+        return self.x[row_index(pos), pos.clamp(max=last)]
 
     def views(
         self,
@@ -176,21 +175,16 @@ class HiddenStateDraft(ModelDraft):
         maybe_compile: Callable,
     ) -> None:
         self.model.borrow(target.model)
-        states = self.record_hidden_states(target)
-        super().setup(batch, k_max, target, maybe_compile)
-        self.runner.caches = self.runner.caches._replace(aux_hidden_states=states)
-
-    def causes(self) -> list[str]:
-        return [self.model.advice]
-
-    def record_hidden_states(self, target) -> dict[int, AuxHiddenStates]:
-        """Make the target's ModelRunner record what the model reads, from now on."""
         like = target.model.norm.weight
         S = target.S + target.slack
         with torch.inference_mode(False):  # plain tensors, which any later code may write to
             states = {i: AuxHiddenStates(target.B, S, like) for i in self.model.state_ids}
-        target.caches = target.caches._replace(aux_hidden_states=states)
-        return states
+        super().setup(batch, k_max, target, maybe_compile)
+        for runner in (target, self.runner):  # the target records them, the draft reads them
+            runner.caches = runner.caches._replace(aux_hidden_states=states)
+
+    def causes(self) -> list[str]:
+        return [self.model.advice]
 
 
 class PairModel(HiddenStateModel):
@@ -261,7 +255,7 @@ class PairDraft(HiddenStateDraft):
         last_state = weight.new_zeros(len(self.tokens), 1, len(weight))
         self.register_buffer("last_state", last_state, persistent=False)
 
-    def hidden(
+    def hidden_up_to(
         self,
         caches: Caches,
         batch: nn.Module,
@@ -271,7 +265,7 @@ class PairDraft(HiddenStateDraft):
         """Normed states (B, T, D) at the T positions up to `last` (B,). T = 1 is a drafted
         token."""
         model = self.model
-        tokens, pos = self.inputs(batch, last, T)
+        tokens, pos = self.inputs_up_to(batch, last, T)
         before = self.last_state if T == 1 else model.state_before(pos, caches)
         x = model.stream(tokens, pos, caches, before)
         h = model.norm(x)

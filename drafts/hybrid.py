@@ -43,15 +43,17 @@ class HybridDraft(Drafter):
         self.auto_k = first.auto_k
         self.max_k = min(first.max_k, second.max_k)
         self.max_positions = second.max_positions
-        self.window = second.window
         self.min_acceptance = second.min_acceptance
         self.causes = second.causes
+
+    @property
+    def num_first_inputs(self) -> int:
+        return self.second.num_first_inputs
 
     def setup(self, *args) -> None:
         self.first.setup(*args)
         self.second.setup(*args)
         self.runner = self.second.runner
-        self.window = self.second.window
 
     def prefill(self, *args) -> None:
         self.second.prefill(*args)

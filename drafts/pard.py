@@ -31,13 +31,13 @@ class PardDraft(ParallelDraft):
         batch: nn.Module,
         K: int,
     ) -> None:
-        n = self.window + K - 1
-        tokens, pos = self.inputs(batch, batch.pos + K - 1, n)  # (B, n) each
-        is_mask = torch.arange(n, device=pos.device) >= self.window  # (n,)
+        n = self.num_first_inputs + K - 1
+        tokens, pos = self.inputs_up_to(batch, batch.pos + K - 1, n)  # (B, n) each
+        is_mask = torch.arange(n, device=pos.device) >= self.num_first_inputs  # (n,)
         tokens = torch.where(is_mask, self.mask, tokens)
         h = self.model.hidden(tokens, pos, caches)  # (B, n, D)
         ahead = torch.arange(1, K + 1, device=pos.device)
-        self.draw(batch, h[:, -K:], batch.pos[:, None] + ahead)
+        self.draw(batch, self.model.head(h[:, -K:]), batch.pos[:, None] + ahead)
 
 
 def pard_token(hf: dict) -> int:

@@ -49,11 +49,13 @@ def check_target(section: Section, sizes: dict[str, int]) -> None:
 
 
 def read_state_ids(
-    section: Section, key: str, highest: int, are_outputs: bool = False
+    section: Section, key: str, last_state: int, are_outputs: bool = False
 ) -> tuple[int, ...]:
-    """The states that a list of config.json names by their layers, 0 to `highest`: by the layers
-    that they enter, or by those that they leave if `are_outputs`. UserError for another list."""
+    """The states, up to `last_state`, that a list of config.json names by their layers: by the
+    layers that they enter, or by those that they leave if `are_outputs`. UserError for another
+    list."""
     ids = section.get(key)
+    highest = last_state - are_outputs
     is_list = isinstance(ids, list) and len(ids) > 0
     if not is_list or not all(type(i) is int and 0 <= i <= highest for i in ids):
         raise section.refused(key, f"must be layers of the target, 0 to {highest}")

@@ -21,8 +21,8 @@ def plan_k(engine, choose) -> None:
     def plan_memory(memory, requests, waiting):
         memory.draft_length = memory.draft_length or DraftLength(1)
         expected = [None] * len(requests)
-        window = engine.drafter.window
-        return MemoryPlan(memory, requests, choose(requests), None, expected, window)
+        num_inputs = engine.drafter.num_first_inputs
+        return MemoryPlan(memory, requests, choose(requests), None, expected, num_inputs)
 
     engine.planner.plan_memory = plan_memory
 

@@ -24,8 +24,8 @@ from decoding.errors import UserError
 from decoding.kv_8bit import Fp8Cache, Int8Cache
 from decoding.rule import Rule
 from drafts.base import Draft, Drafter, ModelDraft
-from drafts.eagle import EagleDraft, EagleModel
-from drafts.hidden_states import AuxHiddenStates
+from drafts.eagle import EagleModel
+from drafts.hidden_states import AuxHiddenStates, PairDraft
 from drafts.hybrid import HybridDraft
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft
@@ -225,7 +225,7 @@ class OneAhead(EagleModel):
         return self.target_states(caches, pos)
 
 
-def one_ahead(target: Transformer) -> EagleDraft:
+def one_ahead(target: Transformer) -> PairDraft:
     drafter = from_folder("eagle")(target)
     drafter.model.__class__ = OneAhead
     return drafter
@@ -236,7 +236,7 @@ class Forgets(PardDraft):
 
     def setup(self, *args):
         super().setup(*args)
-        self.window = 2
+        self.num_first_inputs = 2
 
 
 def forgets(target: Transformer) -> Forgets:

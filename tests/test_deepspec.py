@@ -28,7 +28,7 @@ from test_speculative import LONG_PROMPT, TAIL, joint_law, p_value, rows_of, seq
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from drafts.dflash import DFlash, DFlashDraft, DFlashModel
-from drafts.eagle import EagleDraft
+from drafts.hidden_states import PairDraft
 from drafts.registry import check_draft, load_drafter
 from loading.checkpoint import load_model
 from loading.draft_types import draft_type_of
@@ -183,13 +183,13 @@ def tiny_dspark(target: Transformer, topk: int = 0) -> DFlashModel:
 class ForgetsTheDraw(DFlashDraft):
     """Draws with the Markov head, and says that it drew without it."""
 
-    def draw_from(self, state, logits, pos):
+    def draw(self, state, logits, pos):
         index = int(self.drawn)
         before = state.tokens.gather(1, pos - 1)  # (B, 1)
-        super().draw_from(state, logits - self.model.markov_head(before), pos)
+        super().draw(state, logits - self.model.markov_head(before), pos)
         claimed = self.probs[:, index].clone()
         self.drawn.sub_(1)
-        super().draw_from(state, logits, pos)
+        super().draw(state, logits, pos)
         self.probs[:, index] = claimed
 
 
@@ -318,7 +318,7 @@ class Qwen3EagleTwin(EagleTwin):
 def test_eagle_is_its_twin(plain, target, target_folder, tmp_path):
     folder = written(tmp_path / "draft", EAGLE, qwen3_eagle_tensors())
     assert draft_type_of(EAGLE) == "eagle3"
-    drafter = recorded(EagleDraft)(load_draft_model(folder, target))
+    drafter = recorded(PairDraft)(load_draft_model(folder, target))
     assert drafter.model.state_ids == (1, 2)
     twin = Qwen3EagleTwin(folder, target_folder)
     worst, accepted = distance(target, drafter, twin, folder, plain)

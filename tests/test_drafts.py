@@ -34,7 +34,8 @@ from decoding.sampling import Sampling
 from decoding.statistics import Timing
 from drafts.base import DraftSource, ModelDraft
 from drafts.dflash import DFlash, DFlashDraft, DFlashModel
-from drafts.eagle import Eagle, EagleDraft, EagleModel, eagle_of
+from drafts.eagle import Eagle, EagleModel, eagle_of
+from drafts.hidden_states import PairDraft
 from drafts.mtp import HEADS, MtpDraft, MtpModel
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft, pard_token
@@ -295,7 +296,7 @@ def target(target_folder):
 def test_eagle_is_its_twin(kind, plain, target, target_folder, tmp_path):
     folder = eagle_folder(kind, tmp_path / kind)
     twin = EagleTwin(folder, target_folder, (1, 3) if kind == "switches" else USUAL)
-    drafter = recorded(EagleDraft)(load_draft_model(folder, target))
+    drafter = recorded(PairDraft)(load_draft_model(folder, target))
     worst, accepted = distance(target, drafter, twin, folder, plain)
     assert worst < 1e-4 and len(accepted) > 2
 
@@ -312,7 +313,7 @@ def test_a_draft_whose_cache_is_longer_reads_no_state_of_a_free_slot(monkeypatch
         target,
         3,
         60,
-        drafter=EagleDraft(tiny_eagle(target, list(range(61)), head_dim=16)),
+        drafter=PairDraft(tiny_eagle(target, list(range(61)), head_dim=16)),
         speculate_k=3,
     )
     assert engine.runner.S + engine.runner.slack < engine.drafter.runner.S
@@ -356,7 +357,7 @@ def test_a_broken_pard_is_caught(broken, target, target_folder, tmp_path):
     class Forgets(PardDraft):
         def setup(self, state, k_max, target, prepare):
             super().setup(state, k_max, target, prepare)
-            self.window = 2 if "stay" in broken else self.window
+            self.num_first_inputs = 2 if "stay" in broken else self.num_first_inputs
 
     folder = pard_folder(target_folder, tmp_path / "pard")
     mask = V - 2 if broken == "another mask" else V - 1
@@ -374,7 +375,7 @@ def test_without_a_head_it_uses_the_targets(own_embed, tied, target, target_fold
         del tensors[name]
     hf = SAFEAI | {"draft_vocab_size": V, "tie_word_embeddings": tied}
     folder = written(tmp_path / "draft", hf, tensors)
-    drafter = recorded(EagleDraft)(load_draft_model(folder, target))
+    drafter = recorded(PairDraft)(load_draft_model(folder, target))
     twin = LentHeadTwin(folder, target_folder)
     worst, accepted = distance(target, drafter, twin, folder, 0)
     assert worst < 1e-5 and len(accepted) > 1
@@ -398,7 +399,7 @@ def test_interleaved_rope_of_an_eagle_is_computed(place, target, target_folder, 
     hf = json.loads(json.dumps(SPECULATORS))
     (hf if place == "outer" else hf["transformer_layer_config"])["is_neox_style"] = False
     folder = written(tmp_path / "draft", hf, tensors)
-    drafter = recorded(EagleDraft)(load_draft_model(folder, target))
+    drafter = recorded(PairDraft)(load_draft_model(folder, target))
     worst, _ = distance(target, drafter, EagleTwin(twin_folder, target_folder), folder, 0)
     assert worst < 1e-5
     wrong = EagleTwin(folder, target_folder)  # the control: the other pairs
@@ -440,13 +441,13 @@ def test_a_broken_eagle_is_caught(kind, broken, target, target_folder, tmp_path,
     elif broken == "residual":
         hf["norm_before_residual"] = not hf.get("norm_before_residual")
     wrong = written(tmp_path / "wrong", hf, tensors)
-    drafter = recorded(EagleDraft)(load_draft_model(wrong, target))
+    drafter = recorded(PairDraft)(load_draft_model(wrong, target))
     if broken == "stale states":  # the draft's own states stay where the target's belong
-        setup = EagleDraft.setup
+        setup = PairDraft.setup
         monkeypatch.setattr(
-            EagleDraft,
+            PairDraft,
             "setup",
-            lambda self, *a: (setup(self, *a), vars(self).update(window=2)),
+            lambda self, *a: (setup(self, *a), vars(self).update(num_first_inputs=2)),
         )
     elif broken == "own state":
         monkeypatch.setattr(drafter.model, "recycles_normed", True)
@@ -508,9 +509,9 @@ def tiny_drafter(kind: str, target: Transformer):
     if kind == "pard":
         return PardDraft(tiny(7, vocab_size=target.config.vocab_size + 1), target.config.vocab_size)
     if kind == "eagle":
-        return EagleDraft(tiny_eagle(target, [0, 1, 2, 3]))
+        return PairDraft(tiny_eagle(target, [0, 1, 2, 3]))
     if kind == "eagle, fewer ids":
-        return EagleDraft(tiny_eagle(target, [0, 2, 3]))
+        return PairDraft(tiny_eagle(target, [0, 2, 3]))
     # "shared", "shared pard": three of four tokens, under other ids
     other = tiny(7, n_layers=1, vocab_size=7)
     mask = 6 if "pard" in kind else None
@@ -570,7 +571,7 @@ def any_drafter(kind: str, target: Transformer, draft: Transformer):
     if kind == "pard":
         return PardDraft(draft, 60)
     if kind == "eagle":
-        return EagleDraft(tiny_eagle(target, list(range(0, 61, 2)), 0.3))
+        return PairDraft(tiny_eagle(target, list(range(0, 61, 2)), 0.3))
     table = torch.arange(61)
     table[::5] = -1
     copy = Transformer(draft.config).eval().requires_grad_(False)

@@ -99,7 +99,7 @@ class Choosing:
 
     def __init__(self, guesses: list[list[float] | None], can_run: list[bool], length: DraftLength):
         second = Stub([None if can else [] for can in can_run])
-        second.window = 2
+        second.num_first_inputs = 2
         drafter = HybridDraft(Stub(guesses), second)
         options = EngineOptions(speculate_k=length.k)
         ks = draft_lengths(options, drafter)
@@ -599,7 +599,7 @@ def test_a_spec_of_both_is_a_drafter(target_of_folder):
     folder, model, tokenizer = target_of_folder
     drafter = load_drafter(f"suffix:5,{folder}", model, tokenizer, pack=False)
     assert isinstance(drafter, HybridDraft) and drafter.first.depth == 5
-    assert drafter.model is drafter.second.model and drafter.window == 2
+    assert drafter.model is drafter.second.model and drafter.num_first_inputs == 2
     drafter = load_drafter(f"ngram:4,{folder}", model, tokenizer, pack=False)
     assert drafter.first.n == 4
 

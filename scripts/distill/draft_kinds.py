@@ -28,8 +28,8 @@ from torch import Tensor
 from decoding.errors import UserError
 from drafts.base import Drafter, ModelDraft
 from drafts.dflash import DFlashDraft, DFlashModel, dflash_of
-from drafts.eagle import EagleDraft, EagleModel, eagle_of
-from drafts.hidden_states import AuxHiddenStates, PairModel
+from drafts.eagle import EagleModel, eagle_of
+from drafts.hidden_states import AuxHiddenStates, PairDraft, PairModel
 from drafts.mtp import COUNTS, HEAD_MODULES, MtpDraft, MtpModel, head_config, mtp_of, switch_keys
 from drafts.pard import PardDraft
 from loading.config import Section, config_from_hf
@@ -374,7 +374,7 @@ class Eagle3(PairKind):
         draft = EagleModel(config, self.eagle, False)
         draft.register_buffer("ids", model.ids, persistent=False)
         copy_weights(model, draft)
-        return EagleDraft(draft)
+        return PairDraft(draft)
 
     def logits(self, draft: TrainedEagle, states: Tensor) -> Tensor:
         with training_autocast(draft):

@@ -64,7 +64,8 @@ from decoding.sampling import GREEDY, Sampling
 from decoding.scheduler import Request, common_prefix
 from drafts.base import Drafter
 from drafts.dflash import DFlash, DFlashDraft, DFlashModel
-from drafts.eagle import Eagle, EagleDraft, EagleModel
+from drafts.eagle import Eagle, EagleModel
+from drafts.hidden_states import PairDraft
 from drafts.registry import load_drafter
 from exact.attention import invariant_multiples
 from exact.products import RowSplit
@@ -157,7 +158,7 @@ def random_drafter(name: str, model: Transformer, ids: list[int]) -> Drafter:
         draft = DFlashModel(replace(config, qk_norm="heads"), DFlash(9, ids[0], state_ids))
     init_weights(draft, seed=0)
     draft.to(model.norm.weight.dtype).requires_grad_(False).eval()
-    return EagleDraft(draft) if name == "eagle3" else DFlashDraft(draft)
+    return PairDraft(draft) if name == "eagle3" else DFlashDraft(draft)
 
 
 def set_up(engine: Engine, length: int) -> None:

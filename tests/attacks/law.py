@@ -99,7 +99,8 @@ from decoding.scheduler import Request
 from decoding.statistics import Timing, TokenRecord
 from drafts.base import Drafter, ModelDraft
 from drafts.dflash import DFlash, DFlashDraft, DFlashModel
-from drafts.eagle import Eagle, EagleDraft, EagleModel
+from drafts.eagle import Eagle, EagleModel
+from drafts.hidden_states import PairDraft
 from drafts.hybrid import HybridDraft
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft, pard_token
@@ -322,7 +323,7 @@ def drafter_of(name: str, model: Transformer) -> Drafter:
     if kind == "pard":
         return PardDraft(one_more_token(disturbed(model, 0.1)), model.config.vocab_size)
     if kind == "eagle":
-        return EagleDraft(random_eagle(model, int(rest or model.config.vocab_size)))
+        return PairDraft(random_eagle(model, int(rest or model.config.vocab_size)))
     if kind == "dflash":
         return DFlashDraft(random_dflash(model))
     if kind == "dspark":
@@ -524,7 +525,7 @@ def draft_law(case: Case, drafter: Drafter) -> Callable[[Tensor, Sampling], Tens
     """tokens (R, T) and their sampling -> q (R, T, V) after each position. On the target's caches
     the drafter saw the target's keys, here its own: A is then another set than the drafter's, which
     any function of the past may be."""
-    if isinstance(drafter, EagleDraft | DFlashDraft):  # whose states only its target's caches hold
+    if isinstance(drafter, PairDraft | DFlashDraft):  # whose states only its target's caches hold
         drafter = ModelDraft(disturbed(target_of(case.target), 0.1))
     if isinstance(drafter, ModelDraft):
         V = target_of(case.target).config.vocab_size
@@ -765,8 +766,8 @@ class Stale(ModelDraft):
     """Never sees the last token of a round that was accepted whole: a worse drafter, and no wrong
     law."""
 
-    def hidden(self, caches, state, last, T):
-        return super().hidden(caches, state, last, 1)
+    def hidden_up_to(self, caches, state, last, T):
+        return super().hidden_up_to(caches, state, last, 1)
 
 
 class WrongPosition(PardDraft):
@@ -777,7 +778,7 @@ class WrongPosition(PardDraft):
         return tokens, probs.roll(1, dims=1)
 
 
-class IgnoresIds(EagleDraft):
+class IgnoresIds(PairDraft):
     """Tokens by the target's ids, q by the draft's."""
 
     def propose(self, state, plan):
