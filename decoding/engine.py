@@ -352,14 +352,14 @@ class Engine:
         events = []
         while len(self.readback) > max_in_flight:
             step, result = self.readback.receive()
-            events += self.receive(step, result)
+            events += self.deliver(step, result)
         return events
 
-    def receive(self, step: Step, result: StepResult) -> list[tuple[int, int]]:
+    def deliver(self, step: Step, result: StepResult) -> list[tuple[int, int]]:
         """Give each request the tokens that a step decided, and end those whose text ends. Returns
         (request id, token) of each."""
         decided = [
-            Decided(row, request, request.receive(result, row))
+            Decided(row, request, request.append_tokens(result, row))
             for row, request in step.requests
             if request.status is not Status.FINISHED
         ]

@@ -59,10 +59,9 @@ def prefill(engine, request: Request) -> int:
     joins the next decode step, provided that there are other requests. An engine that runs rounds
     does not do this: a round may take the first token from a draft instead."""
     device = engine.runner.device
-    chunk = engine.runner.chunk
     begin = timestamp(device)
     slot = request.slot
-    end = min(request.num_computed + chunk, request.num_positions)
+    end = min(request.num_computed + engine.runner.chunk, request.num_positions)
     min_cost = PREFILL_COST.get(device.type, PREFILL_CHUNK // 2)
     cost = max(end - request.num_computed, min_cost)
     is_last_chunk = end == request.num_positions
@@ -77,7 +76,7 @@ def prefill(engine, request: Request) -> int:
     running = [(0, request)]
     records = engine.planner.records_logprobs
     try:
-        h = rows.target.prefill(batch.tokens, request.num_computed, end, chunk)  # (1, T, D)
+        h = rows.target.prefill(batch.tokens, request.num_computed, end)  # (1, T, D)
         prefill_draft(engine, slot, end)
         record_prompt(request, engine.model, h)
         request.num_computed = end

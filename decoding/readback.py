@@ -64,9 +64,9 @@ def timestamp(device: torch.device):
     return event
 
 
-def step_times(step: StepResult) -> tuple[float, float]:
+def step_times(result: StepResult) -> tuple[float, float]:
     """(seconds of the drafter, seconds of the target's pass) of a finished step."""
-    begin, drafted, end = step.times
+    begin, drafted, end = result.times
     return seconds_between(begin, drafted), seconds_between(drafted, end)
 
 

@@ -138,17 +138,16 @@ class ModelRunner:
             mark_dynamic(pos, 0)
         return tokens, pos, self.slice_to(end)
 
-    def prefill(self, tokens: Tensor, begin: int, end: int, chunk: int | None = None) -> Tensor:
-        """Run positions [begin, end) of prompts tokens (B, S) in chunks of `chunk`, by default of
-        `self.chunk`; the hidden states (B, T, D) of the last chunk.
+    def prefill(self, tokens: Tensor, begin: int, end: int) -> Tensor:
+        """Run positions [begin, end) of prompts tokens (B, S) in chunks; the hidden states (B, T,
+        D) of the last chunk.
 
         A chunk is padded on the right with its last token: of another one the model might make NaN,
         which would spoil the caches. Decoding overwrites the padding's keys and values before any
         query sees them.
         """
-        chunk = chunk or self.chunk
-        for first in range(begin, end, chunk):
-            num_tokens = min(chunk, end - first)
+        for first in range(begin, end, self.chunk):
+            num_tokens = min(self.chunk, end - first)
             padded_end = min(first + padded_length(num_tokens), self.S)
             h = self.hidden(*self.inputs(tokens[:, :end], first, padded_end))  # (B, T, D)
         return h[:, :num_tokens]

@@ -113,10 +113,10 @@ class Request(RequestStatistics):
         """The ids whose positions are in the caches and known to be finite."""
         return (self.prompt + self.tokens)[: self.num_finite]
 
-    def receive(self, step: StepResult, row: int) -> list[int]:
+    def append_tokens(self, result: StepResult, row: int) -> list[int]:
         """Append the tokens that a step decided in this row, and return them. Logits that are not
         finite end them, and set `error`."""
-        ids = step.ids_of(row)
+        ids = result.ids_of(row)
         if INVALID in ids:
             del ids[ids.index(INVALID) :]
             position = self.num_positions + len(ids)
@@ -124,9 +124,9 @@ class Request(RequestStatistics):
         self.tokens += ids
         if ids:
             self.num_finite = self.num_positions - 1
-        if step.top_logprobs is not None:
-            self.top_logprobs += step.top_logprobs[row][: len(ids)]
-            self.token_probs += step.token_probs[row][: len(ids)]
+        if result.top_logprobs is not None:
+            self.top_logprobs += result.top_logprobs[row][: len(ids)]
+            self.token_probs += result.token_probs[row][: len(ids)]
         return ids
 
 

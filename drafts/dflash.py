@@ -208,7 +208,7 @@ def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:
         options = zlab_options(hf)
     elif hf.get("speculators_model_type") is not None:
         layer = speculators_layer(hf)
-    else:
+    else:  # DeepSpec's layout
         has_anchor = True
     check_target(layer, {"hidden_size": target.dim, "vocab_size": target.vocab_size})
     check_target(hf, {"num_target_layers": target.n_layers, "target_hidden_size": target.dim})

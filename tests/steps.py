@@ -53,9 +53,9 @@ def start_all_alike(
     state.seed.copy_(torch.tensor(seeds))
     state.values.copy_(sampling.values), state.biases.copy_(sampling.biases)
     state.stop_ids.fill_(-1), state.draft_limit.fill_(99), state.end.fill_(n - 1 + max_new_tokens)
-    h = one.target.prefill(one.batch.tokens, 0, n, engine.runner.chunk)[:, -1]  # (1, D)
+    h = one.target.prefill(one.batch.tokens, 0, n)[:, -1]  # (1, D)
     if len(engine.runners) > 1:
-        one.drafter.runner.prefill(one.batch.tokens, 0, n, engine.runner.chunk)
+        one.drafter.runner.prefill(one.batch.tokens, 0, n)
     for x in slot_tensors(engine.runners, slice(None), 0, n).values():
         x.copy_(x[:1].clone().expand_as(x))
     state.pos.fill_(n - 1), state.done.fill_(False)

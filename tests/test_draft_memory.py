@@ -185,7 +185,7 @@ def test_a_request_without_drafts_catches_up_with_the_others_of_its_step(may_dra
     """What a round counts as computed in the draft's cache must be there, whoever drafts."""
     request = types.SimpleNamespace(is_draft_behind=True, may_draft=may_draft, num_positions=9)
     engine = types.SimpleNamespace(drafter=types.SimpleNamespace(max_positions=64))
-    plan = MemoryPlan(None, [request], 3, expected=[None], window=2)
+    plan = MemoryPlan(None, [request], 3, expected=[None], num_first_inputs=2)
     assert lacks_positions(engine, [plan])
 
 

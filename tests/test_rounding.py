@@ -632,7 +632,8 @@ def test_a_long_prompt_in_chunks_is_one_in_one_pass_up_to_rounding(quantize):
     with torch.inference_mode():
         for chunk, begin in ((512, 0), (64, 0), (512, 64)):
             runner = Engine(model, 1, 400).runner
-            h = runner.prefill(tokens, begin, 330, chunk)
+            runner.chunk = chunk
+            h = runner.prefill(tokens, begin, 330)
             found.append(model.head(h[:, -1]))
     whole, cut, wrong = found
     assert (cut - whole).square().mean().sqrt() < 0.02 * whole.std()

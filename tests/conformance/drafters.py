@@ -126,7 +126,7 @@ class OneRow:
         batch.draft_limit.fill_(plan.k)
         batch.sampling_path = text.sampling_path
         if request.num_computed < length - 1:
-            target.prefill(batch.tokens, request.num_computed, length - 1, engine.runner.chunk)
+            target.prefill(batch.tokens, request.num_computed, length - 1)
             request.num_computed = length - 1
         prefill_draft(engine, request.slot, length - 1)
         drafter.expect([request], 0)
