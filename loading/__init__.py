@@ -15,7 +15,8 @@ adapter.py          LoRA, merged while weights are read
 plain_files.py      are files there, plain, of bounded size?
 files.py            JSON and safetensors, written in full or not at all
 quantization.py     the scheme of every matrix;  quantized/  other programs' formats
-gguf.py             llama.cpp's files;  gguf_metadata.py  their keys as the files of a folder
+gguf.py             llama.cpp's files;  gguf_metadata.py  their keys as a config.json;
+                    gguf_vocabulary.py  as the tokenizer's files
 weight_names.py     our parameters <-> the tensors of a checkpoint
 """
 

@@ -236,7 +236,7 @@ def load_tokenizer(
     path = Path(checkpoint_dir)
     if not is_gguf(path):
         return load_folder(path, chat_template, known)
-    from loading.gguf_metadata import write_files
+    from loading.gguf_vocabulary import write_files
 
     with tempfile.TemporaryDirectory(prefix="quickdraft-") as folder:
         write_files(path, Path(folder))
@@ -293,7 +293,7 @@ def copy_files(folder: Path, other: Path) -> None:
     """Copy the FILES of a folder, or write those of a GGUF file, without their modes, which may be
     read-only."""
     if is_gguf(folder):
-        from loading.gguf_metadata import write_files
+        from loading.gguf_vocabulary import write_files
 
         return write_files(folder, other)
     for file in sorted(

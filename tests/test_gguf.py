@@ -22,7 +22,7 @@ from conftest import BASE, FAMILIES, ROOT, changed_family, generate, oracle
 
 import loading.checkpoint as checkpoint
 import loading.gguf as ours
-import loading.gguf_metadata as gguf_metadata
+import loading.gguf_vocabulary as gguf_vocabulary
 import loading.models as models
 from cli.quantize import main as quantize
 from cli.start import main
@@ -993,7 +993,7 @@ def test_an_id_that_no_token_has_says_that_none_is_unknown(unknown):
     keys = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["<unk>", "<s>", "a", "b"]}
     keys |= {"tokenizer.ggml.token_type": [2, 3, 1, 1], "tokenizer.ggml.unknown_token_id": unknown}
     types = [2, 3, 1, 1] if unknown is None else [5, 3, 1, 1]
-    assert gguf_metadata.Vocabulary(keys).types == types
+    assert gguf_vocabulary.Vocabulary(keys).types == types
 
 
 # of names that end a generation in llama.cpp
@@ -1299,7 +1299,7 @@ def test_every_name_of_a_split_that_is_here(names, patterns, adds_bos, ignores_m
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     expected = pre_tokenizers.Sequence([*splits, byte_level])
     for name in names.split():
-        vocabulary = gguf_metadata.Vocabulary(
+        vocabulary = gguf_vocabulary.Vocabulary(
             {
                 "tokenizer.ggml.model": "gpt2",
                 "tokenizer.ggml.pre": name,

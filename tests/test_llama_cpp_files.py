@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT
 
 from loading.chat_templates import ChatTemplate
-from loading.gguf_metadata import ADDS_BOS, IGNORES_MERGES, SPLITS
+from loading.gguf_vocabulary import ADDS_BOS, IGNORES_MERGES, SPLITS
 from loading.tokenizer import load_tokenizer
 
 PACKAGE = "llama_cpp_python-0.3.36"

@@ -21,7 +21,12 @@ DEMO = ["--max_new_tokens", "4", "--device", "cpu"]
 ROOMS = {
     "drafts": (DRAFTERS, ["--draft", "ngram"], "drafts.ngram"),
     "formats": (
-        ["loading/quantized", "loading/gguf.py", "loading/gguf_metadata.py"],
+        [
+            "loading/quantized",
+            "loading/gguf.py",
+            "loading/gguf_metadata.py",
+            "loading/gguf_vocabulary.py",
+        ],
         ["--checkpoint", "a.gguf"],
         "loading.gguf_metadata",
     ),

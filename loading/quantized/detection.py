@@ -1,12 +1,28 @@
 """config.json's quantization_config -> the Layouts of another program's weights.
 
-    Layouts         the Layout of every module
-    find_layouts    the Layouts of a folder
-    METHODS         quant_method -> the function that reads its other keys
-    OVERRIDES       quant_method -> the function that finds the settings of single modules
+    find_layouts    the Layouts of a folder, by the quant_method of its quantization_config
+    Layouts         asked for a module, it says in which Layout its matrix is stored
+    METHODS         the table of all methods, at the end of this file
 
-Only settings that the tensors cannot reveal are checked here; loading compares the shapes and types
-of all tensors with the Layout. Unsupported keys raise a UserError that names key and value.
+A method has up to two functions. One turns settings into a Layout. The other is for programs that
+can store some modules otherwise: it returns the settings of one module.
+
+    quant_method         settings of one module in    Layout
+    gptq                 dynamic                      Gptq
+    awq                                               Awq
+    auto-round           extra_config                 by packing_format: Gptq or Awq
+    mlx                  the module's path            Renamed: a format of ours, mlx… or mxfp4
+    compressed-tensors   config_groups, by targets    by format: PackQuantized, Int8Rows, Fp8, or
+                                                      Renamed
+    fp8                                               Fp8
+    bitsandbytes                                      Table4
+    modelopt                                          by quant_algo: Fp8 or ModelOptNvFp4
+    mxfp4                                             Renamed, for gpt-oss alone
+
+Whether a module is quantized at all, its tensors say: folder.py looks for the one that marks its
+Layout. So settings are checked here only as far as the tensors cannot reveal them; loading compares
+the shapes and types of all tensors with the Layout. An unsupported setting raises a UserError that
+names key and value.
 """
 
 import re
@@ -37,12 +53,19 @@ WEIGHTS_ONLY = (
 )
 
 
+class Method(NamedTuple):
+    """How a program writes its settings."""
+
+    layout: Callable[[dict], Layout]  # of matrices with these settings
+    # The settings of one module, by its names: those of the folder, unless others are found.
+    of_module: Callable[[dict, list[str]], dict] = lambda settings, names: settings
+
+
 class Layouts(NamedTuple):
     """folder.Layouts of another program."""
 
     settings: dict
-    read: Callable[[dict], Layout]
-    override: Callable[[dict, list[str]], dict]  # the settings of a module, by its names
+    method: Method
     prefixes: Mapping[str, str]  # families.Family's
 
     # Scales of activations, keys and values, which are not quantized here.
@@ -69,7 +92,7 @@ class Layouts(NamedTuple):
     def of(self, module: str) -> Layout:
         """UserError for unsupported settings."""
         try:
-            return self.read(self.override(self.settings, self.names(module)))
+            return self.method.layout(self.method.of_module(self.settings, self.names(module)))
         except re.error as error:
             raise UserError(
                 f"config.json: {ENTRY}: {short_repr(error.pattern)} is no pattern of Python's re:"
@@ -146,9 +169,7 @@ def find_layouts(hf: dict) -> Layouts:
     is_gpt_oss = hf.get("model_type") == "gpt_oss"
     check(settings, quant_method=tuple(name for name in METHODS if name != "mxfp4" or is_gpt_oss))
     family = family_of(hf)
-    prefixes = family.prefixes if family else {}
-    override = OVERRIDES.get(method, lambda settings, names: settings)
-    layouts = Layouts(settings, METHODS[method], override, prefixes)
+    layouts = Layouts(settings, METHODS[method], family.prefixes if family else {})
     layouts.of("")  # refuses the settings of modules that have none of their own
     return layouts
 
@@ -346,20 +367,14 @@ def read_strategy(weights: dict) -> tuple[int, int]:
     return (-1 if strategy == "tensor" else 1), -1
 
 
-METHODS: dict[str, Callable[[dict], Layout]] = {
-    "gptq": gptq_layout,
-    "awq": awq_layout,
-    "auto-round": auto_round_layout,
-    "mlx": mlx_layout,
-    "compressed-tensors": compressed_layout,
-    "fp8": fp8_layout,
-    "bitsandbytes": bitsandbytes_layout,
-    "modelopt": modelopt_layout,
-    "mxfp4": lambda settings: Renamed("mxfp4", names=floats.GPT_OSS),
-}
-OVERRIDES: dict[str, Callable[[dict, list[str]], dict]] = {
-    "gptq": gptq_override,
-    "auto-round": auto_round_override,
-    "mlx": mlx_override,
-    "compressed-tensors": compressed_override,
+METHODS = {
+    "gptq": Method(gptq_layout, gptq_override),
+    "awq": Method(awq_layout),
+    "auto-round": Method(auto_round_layout, auto_round_override),
+    "mlx": Method(mlx_layout, mlx_override),
+    "compressed-tensors": Method(compressed_layout, compressed_override),
+    "fp8": Method(fp8_layout),
+    "bitsandbytes": Method(bitsandbytes_layout),
+    "modelopt": Method(modelopt_layout),
+    "mxfp4": Method(lambda settings: Renamed("mxfp4", names=floats.GPT_OSS)),
 }

@@ -130,6 +130,7 @@ TESTS = {
     "loading/files.py": "checkpoint families faults prompt_cache",
     "loading/gguf.py": "gguf",
     "loading/gguf_metadata.py": "gguf",
+    "loading/gguf_vocabulary.py": "gguf",
     "loading/hub.py": "hub -m 'not real'",
     "loading/quantization.py": "checkpoint floats errors quantized_folders",
     "loading/tokenizer.py": "tokenizer tekken fuzz requests",
