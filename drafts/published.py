@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from decoding.errors import UserError
-from loading.config import NEOX_KEYS, Section, config_from_hf
+from loading.config import Section, config_from_hf
 from loading.files import check_headers
 from loading.models import DTYPES
 from model import Config
 
+NEOX_KEYS = ("is_neox_style", "rope_is_neox_style")  # false: RoPE's pairs are neighbours
 # The key of config.json that names states by their numbers here. It is our own, and goes before the
 # keys of other programs, which count inputs in one file and outputs in the next.
 STATES_KEY = "target_hidden_states"

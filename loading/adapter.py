@@ -86,12 +86,13 @@ def merge_adapter(
 def read_adapter(folder: Path, family: Family, config: Config) -> Adapter:
     """The adapter's tensors, of which those of a wrapper's other parts are left out. UserError
     names one that fits no tensor of the text model."""
-    stored = open_tensors([folder / "adapter_model.safetensors"])
-    stored = {name.removeprefix("base_model.model."): tensor for name, tensor in stored.items()}
+    stored = {}  # by the names of the model with its wrapper, which PEFT's patterns match
+    for name, tensor in open_tensors([folder / "adapter_model.safetensors"]).items():
+        name = name.removeprefix("base_model.model.")
+        stored[name] = (name, tensor)
     adapter = Adapter({}, {}, {})
-    for name, (original, tensor) in text_model_tensors(
-        {name: (name, tensor) for name, tensor in stored.items()}, family, config.n_layers
-    ).items():
+    text_tensors = text_model_tensors(stored, family, config.n_layers)
+    for name, (original, tensor) in text_tensors.items():
         target, letter = target_of(name)
         if letter is None:
             adapter.saved[target] = tensor
@@ -136,8 +137,8 @@ def check_tensors(folder: Path, config: Config, pairs: dict, saved: dict) -> Non
             )
         shape_of_a = parts["A"].get_shape()
         shape_of_b = parts["B"].get_shape()
-        ranks = {*shape_of_a[:1], *shape_of_b[1:]}
-        if len(shape_of_a) != 2 or len(shape_of_b) != 2 or len(ranks) > 1 or 0 in ranks:
+        rank = shape_of_a[:1]
+        if len(shape_of_a) != 2 or shape_of_b[1:] != rank or rank == [0]:
             raise UserError(
                 f"{folder}: {target} has an A of shape {shape_of_a} and a B of {shape_of_b}, which"
                 " are no matrices of one rank: fetch the adapter again"

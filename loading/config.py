@@ -28,11 +28,9 @@ from loading.families import (
 from loading.plain_files import one_line, short_repr
 from model import Config
 
-NEOX_KEYS = ("is_neox_style", "rope_is_neox_style")  # false: RoPE's pairs are neighbours
 # Keys that turn on norms of queries and keys. A family that always has these norms has them
 # whatever the keys say, as in transformers.
 QK_NORM_KEYS = ("use_qk_norm", "qk_layernorm")
-BIAS_KEYS = ("attention_bias", "mlp_bias")
 # Rope type -> the keys it reads. Another key beside them is refused.
 ROPE_KEYS = {
     "default": "",
@@ -42,8 +40,8 @@ ROPE_KEYS = {
     # transformers ignores the last two keys.
     " attention_factor mscale mscale_all_dim finetuned attn_factor",
     "longrope": "factor original_max_position_embeddings short_factor long_factor attention_factor",
-    # Hunyuan's, which reads alpha alone
-    "dynamic": "alpha factor beta_fast beta_slow mscale mscale_all_dim",
+    # Hunyuan's, which reads none of these, but alpha, a key of its families
+    "dynamic": "factor beta_fast beta_slow mscale mscale_all_dim",
 }
 MIN_NUMBER = 1e-30  # float32 holds this and its reciprocal
 MAX_SIZE = 2**24  # of a dimension, vocabulary or context; real ones stay far below
@@ -128,17 +126,12 @@ def config_from_hf(hf: dict) -> Config:
     fields = scalar_fields(hf, family)
     layer_windows = windows(hf, family, n_layers)
     head_dim = fields["head_dim"]
-    max_length = fields["max_seq_length"]
-    rope = rope_fields(hf, family, head_dim, max_length)
-    if rope["rope_type"] == "yarn" and rope["rope_original_length"] <= max_length:
-        # Qwen's model cards tell users to add YaRN without raising max_position_embeddings.
-        stretched = round(rope["rope_original_length"] * rope["rope_factor"])
-        rope["max_seq_length"] = max(max_length, stretched)
+    fields |= rope_fields(hf, family, head_dim, fields["max_seq_length"])
+    fields |= expert_fields(hf, family, n_layers)
     dtype = hf.get("dtype") or hf.get("torch_dtype")  # v5, v4
-    fields |= rope | expert_fields(hf, family, n_layers)
     fields |= {
         "windows": layer_windows,
-        "rope_types": rope_types(hf, family, layer_windows, rope["rope_theta"]),
+        "rope_types": rope_types(hf, family, layer_windows, fields["rope_theta"]),
         "dtype": str(dtype).removeprefix("torch.") if dtype else None,
         "family": hf["model_type"],
     }
@@ -200,7 +193,6 @@ def check_supported(hf: Section, family: Family, n_layers: int) -> None:
 def supported_values(family: Family, n_layers: int) -> dict[str, tuple]:
     """Keys that the family does not read -> the values under which they change nothing."""
     supported = NEUTRAL | {
-        **dict.fromkeys(BIAS_KEYS, (False,)),
         "no_rope_layers": ([], [1] * n_layers),
         "moe_layer_end_index": (-1, n_layers - 1),
     }
@@ -326,7 +318,7 @@ def rope_fields(hf: Section, family: Family, head_dim: int, max_length: int) -> 
     """Config's RoPE fields from `rope_theta` + `rope_scaling` (transformers v4) or
     `rope_parameters` (v5)."""
     rope, local_rope = stored_rope(hf, family)
-    rope_type = rope_type_of(rope, family)
+    rope_type = read_rope_type(rope, family)
     # These may stand beside the object, where v4 keeps rope_theta.
     for key in ("original_max_position_embeddings", "rope_theta"):
         rope[key] = hf.agreed(key, rope, key)
@@ -339,7 +331,7 @@ def rope_fields(hf: Section, family: Family, head_dim: int, max_length: int) -> 
         "rope_local_theta": local_rope.number("rope_theta", theta),
     }
     if rope_type == "dynamic":
-        if "alpha" not in family.rope_keys or rope.get("alpha") is None:
+        if rope.get("alpha") is None:
             raise rope.refused("rope_type", "is supported only for Hunyuan, with alpha")
         if head_dim < 4:
             raise rope.refused("rope_type", f"needs a head_dim of 4 or more, not {head_dim}")
@@ -350,12 +342,14 @@ def rope_fields(hf: Section, family: Family, head_dim: int, max_length: int) -> 
         fields["rope_dim"] = rope_dim
     if rope_type == "longrope":
         return fields | longrope_fields(rope, rope_dim, max_length)
-    if rope_type != "default":
-        fields["rope_factor"] = rope.number("factor")
+    if rope_type == "default":
+        return fields
+    factor = rope.number("factor")
+    fields["rope_factor"] = factor
     if rope_type == "llama3":
         fields |= llama3_fields(rope)
     if rope_type == "yarn":
-        fields |= yarn_fields(rope, max_length)
+        fields |= yarn_fields(rope, factor, max_length)
     return fields
 
 
@@ -381,17 +375,19 @@ def stored_rope(hf: Section, family: Family) -> tuple[Section, Section]:
         if not isinstance(stored, dict) or not isinstance(sliding, dict):
             raise hf.refused(name, "must hold objects")
         local.update(sliding)
-        if rope_type_of(local, family) != "default":
+        if read_rope_type(local, family) != "default":
             raise hf.refused(name, "is refused: sliding_attention must have a theta and no scaling")
     rope = Section(stored)
     rope.prefix = f"{name}."
     return rope, local
 
 
-def rope_type_of(rope: Section, family: Family) -> str:
-    """One of ROPE_KEYS, for which all keys of RoPE's object have a meaning. v4 also calls the key
-    `type`; v5 writes the newer name of an alias beside it. An object with a theta alone scales
-    nothing."""
+def read_rope_type(rope: Section, family: Family) -> str:
+    """The type of RoPE's object, one of ROPE_KEYS. UserError for a type that is not, and for a key
+    that says nothing for this type.
+
+    v4 also calls the key `type`, and v5 writes the newer name of an alias beside it: `rope_type`
+    holds the newer name afterwards. An object with a theta alone scales nothing."""
     for key in ("rope_type", "type"):
         rope[key] = family.rope_aliases.get(str(rope.get(key)), rope.get(key))
     rope_type = rope.agreed("rope_type", rope, "type")
@@ -400,9 +396,10 @@ def rope_type_of(rope: Section, family: Family) -> str:
         stored_keys.discard("partial_rotary_factor")
     if not rope_type and stored_keys <= {"rope_theta", "partial_rotary_factor"}:
         rope_type = "default"
-    rope["rope_type"] = rope_type
     if str(rope_type) not in ROPE_KEYS:
-        raise rope.refused("rope_type", f"is not supported; supported: {', '.join(ROPE_KEYS)}")
+        key = "rope_type" if rope["type"] is None else "type"
+        raise rope.refused(key, f"is not supported; supported: {', '.join(ROPE_KEYS)}")
+    rope["rope_type"] = rope_type
     readable = {"rope_type", "type", "rope_theta", *family.rope_keys, *ROPE_KEYS[rope_type].split()}
     if rope_type != "yarn":
         readable.discard("llama_4_scaling_beta")
@@ -437,24 +434,28 @@ def llama3_fields(rope: Section) -> dict:
     }
 
 
-def yarn_fields(rope: Section, max_length: int) -> dict:
+def yarn_fields(rope: Section, factor: float, max_length: int) -> dict:
+    original = rope.size("original_max_position_embeddings", max_length)
     fields = {
         "rope_beta_fast": rope.number("beta_fast", 32.0),
         "rope_beta_slow": rope.number("beta_slow", 1.0),
         # transformers reads null as false.
         "rope_truncate": "truncate" not in rope or rope.flag("truncate"),
-        "rope_original_length": rope.size("original_max_position_embeddings", max_length),
-        "rope_attention_factor": yarn_attention_factor(rope),
+        "rope_original_length": original,
+        "rope_attention_factor": yarn_attention_factor(rope, factor),
     }
+    if original <= max_length:
+        # Qwen's model cards tell users to add YaRN without raising max_position_embeddings.
+        fields["max_seq_length"] = max(max_length, round(original * factor))
     if rope.get("llama_4_scaling_beta"):
         fields["query_scale"] = rope.number("llama_4_scaling_beta")
     return fields
 
 
-def yarn_attention_factor(rope: Section) -> float:
+def yarn_attention_factor(rope: Section, factor: float) -> float:
     """YaRN (arXiv:2309.00071 eq. 22): sqrt(1/t) = 0.1 ln(s) + 1, or DeepSeek's ratio of two such
     terms."""
-    log_factor = math.log(max(rope.number("factor"), 1.0))
+    log_factor = math.log(max(factor, 1.0))
     default = 0.1 * log_factor + 1.0
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         numerator = 0.1 * rope.number("mscale") * log_factor + 1.0

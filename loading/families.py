@@ -121,9 +121,9 @@ NEUTRAL_KEYS = [
     ),
     (
         (False,),
-        "add_cross_attention attention_out_bias attn_output_gate bias group_limited_greedy"
-        " is_encoder_decoder position_embedding_xdrope qk_layernorm rope_interleaved"
-        " rope_traditional use_bias use_bidirectional_attention use_cla use_mla",
+        "add_cross_attention attention_bias attention_out_bias attn_output_gate bias"
+        " group_limited_greedy is_encoder_decoder mlp_bias position_embedding_xdrope qk_layernorm"
+        " rope_interleaved rope_traditional use_bias use_bidirectional_attention use_cla use_mla",
     ),
     ((False, 0), "attn_temperature_tuning"),
     ((0,), "moe_layer_num_skipped n_routed_experts no_rope_layer_interval"),
@@ -147,7 +147,7 @@ NEUTRAL = {key: values for values, keys in NEUTRAL_KEYS for key in keys.split()}
 }
 
 # Keys in neither table that some families read.
-OTHER_KEYS = ("attention_bias", "max_window_layers", "no_rope_layers", "sliding_window_pattern")
+OTHER_KEYS = ("max_window_layers", "no_rope_layers", "sliding_window_pattern")
 
 # --------------------------------------------------------------------------------------- families
 

@@ -285,10 +285,12 @@ def stored_matrices(matrices: dict[str, Matrix]) -> dict[str, Stored]:
         scheme, reason = schemes[layout]
         shape = (m.rows, m.columns)
         if reason:
-            read = partial(layout.weight, m)
-            stored_type = scheme or reason
             stored[weight] = Stored(
-                shape, floats=read, stored_type=stored_type, near=scheme, reason=reason
+                shape,
+                floats=partial(layout.weight, m),
+                stored_type=scheme or reason,
+                near=scheme,
+                reason=reason,
             )
         else:
             stored[weight] = Stored(shape, scheme, partial(layout.part, m, scheme))

@@ -440,20 +440,15 @@ def hf_tensors(model: GgufFile) -> dict[str, Blocks]:
         heads["attn_k"] = int(model.keys.number(f"{key}_kv", heads["attn_q"]))
     tensors = {}
     for name, blocks in model.tensors.items():
-        match = re.fullmatch(r"(blk\.\d+\.)?([\w.]+)\.(\w+)", name)
-        if match is None:
-            raise UserError(f"tensor {name!r} has a name unlike any of llama.cpp's")
-        prefix, module, part = match.groups("")
+        layer, module, part = re.fullmatch(r"(?s)(blk\.\d+\.)?(.*?)(\.\w+)?", name).groups("")
         if module in ROPE_TENSORS:
             continue
-        if module == "attn_sinks":
-            part = "sinks"
+        # The sinks, and the selection bias of experts, are parameters of Hugging Face's modules.
+        part = {"attn_sinks": ".sinks", "exp_probs_b": ""}.get(module, part)
         offset = norm_offset if module.endswith("norm") else 0.0
         blocks = replace(blocks, offset=offset, heads=heads.get(module, 0))
-        prefix = prefix.replace("blk.", "model.layers.")
-        hf_name = f"{prefix}{hf_modules.get(module, module)}.{part}"
-        if module == "exp_probs_b":  # the experts' selection bias
-            hf_name = hf_name.removesuffix(f".{part}")
+        layer = layer.replace("blk.", "model.layers.")
+        hf_name = f"{layer}{hf_modules.get(module, module)}{part}"
         # Matrices of one row, stored as vectors; the second is ERNIE's bias.
         if module == "ffn_gate_inp_shexp" or "moe_statics" in hf_name:
             shape = (1, blocks.shape[-1])
@@ -461,7 +456,7 @@ def hf_tensors(model: GgufFile) -> dict[str, Blocks]:
         # ffn_norm and post_attention_norm are one norm's names, of models that have either.
         if module.endswith("norm") and hf_name in tensors:
             raise UserError(f"tensor {name!r} stands for {hf_name}, as another does")
-        has_experts = "{}" in hf_name and len(blocks.shape) == (3 if part == "weight" else 2)
+        has_experts = "{}" in hf_name and len(blocks.shape) == (3 if part == ".weight" else 2)
         tensors |= experts_of(hf_name, blocks) if has_experts else {hf_name: blocks}
     return tensors
 

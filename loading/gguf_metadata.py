@@ -35,10 +35,9 @@ from loading.models import dtype_name
 from loading.plain_files import error_prefix, short_repr
 from loading.stored import Source
 
-# Keys that every file must have.
+# Keys that every file must have, besides those from which hf_config finds the size of a head.
 REQUIRED = """
-block_count embedding_length feed_forward_length attention.head_count context_length
-attention.layer_norm_rms_epsilon
+block_count feed_forward_length context_length attention.layer_norm_rms_epsilon
 """
 UNSET_AT_0 = ("expert_group_count", "attention.key_length")  # integers
 YARN = {
@@ -240,8 +239,8 @@ def llama3_scaling(stored: Blocks, head_dim: int, theta: float) -> dict:
     it. The low and high factors are taken to be the published ones."""
     exponents = torch.arange(0, head_dim, 2).double() / head_dim
     divisors = stored[:].double()  # (E / 2,)
-    if divisors.shape != exponents.shape or not (divisors.isfinite() & (divisors > 0)).all():
-        raise UserError(f"rope_freqs.weight must hold {len(exponents)} positive numbers")
+    if divisors.shape != exponents.shape:
+        raise UserError(f"rope_freqs.weight must hold {len(exponents)} numbers")
     factor = float(divisors.max())
     if (divisors == 1).all():
         return {"rope_type": "default"}

@@ -24,6 +24,7 @@ import torch
 from decoding.errors import UserError
 from loading.gguf import parse
 from loading.plain_files import error_prefix, short_repr
+from loading.tokenizers.base import HARMONY_NAMES
 from loading.tokenizers.ranks import LLAMA3_PATTERN, TEKKEN_PATTERN
 
 # ------------------------------------------------------------------------------ splits and types
@@ -229,7 +230,7 @@ class Vocabulary:
             for id, token in enumerate(self.tokens)
             if token in END_NAMES and self.types[id] == CONTROL
         }
-        if "<|call|>" in ids and ("<|return|>" in ids or "<|flush|>" in ids):
+        if ids.keys() >= HARMONY_NAMES:
             ids.pop("<|end|>", None)  # it ends a message there, and the answer follows
         end_ids = {*special_ids(self.keys, "eos", "eot", "eom").values(), *ids.values()}
         return {"eos_token_id": sorted(end_ids)} if end_ids else {}

@@ -139,9 +139,9 @@ def write_tensors(
                 raise UserError(
                     f"{source}: its weights overflow {dtype}; --dtype bfloat16 has float32's range"
                 )
-    if layout := FAMILIES[model.config.family].merged_experts:
+    if FAMILIES[model.config.family].merged_experts is not None:
         from loading.quantized.merged_experts import merge_experts
 
-        tensors = merge_experts(tensors, layout)
+        tensors = merge_experts(tensors, model.config)
     save_tensors(file, tensors)
     return dict.fromkeys(tensors, file.name)

@@ -254,7 +254,7 @@ def load_folder(
     settings = TokenizerSettings(folder, known)
     with library_errors(folder, "a tokenizer file has invalid values"):
         runtime = open_runtime(folder, settings)
-    variables = runtime.variables | settings.template_variables()
+    variables = runtime.variables | settings.name_by_key
     if chat_template is None:
         template = load_chat_template(folder, settings.values, variables)
     else:

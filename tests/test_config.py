@@ -309,8 +309,10 @@ def test_refused_by_name(hf, names):
 
 
 def test_every_key_of_related_architectures_is_refused_by_name():
+    """Biases are Llama's too, and must be true or false."""
     for key in NEUTRAL:
-        with pytest.raises(ValueError, match=rf"config\.json: {key} = 'odd' is not supported"):
+        reason = "must be" if key in ("attention_bias", "mlp_bias") else "is not supported"
+        with pytest.raises(ValueError, match=rf"config\.json: {key} = 'odd' {reason}"):
             config_from_hf({**LLAMA, key: "odd"})
 
 

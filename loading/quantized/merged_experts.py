@@ -16,11 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loading.families import FAMILIES, MergedExperts
+from loading.families import FAMILIES
 from model import Config
 
 MERGED = r"(.*\.layers\.\d+\.)({}|{})(|_blocks|_scales|_bias)"
-EXPERT = re.compile(r"(.*\.)mlp\.experts\.\d+\.(gate|up|down)_proj\.(weight|bias)")
 # Suffix of a merged tensor -> (an expert's part, the merged tensor's number of dimensions).
 PARTS = {"": ("weight", 3), "_blocks": ("codes", 4), "_scales": ("scale", 3), "_bias": ("bias", 2)}
 
@@ -57,10 +56,15 @@ def split_experts(tensors: dict[str, object], config: Config) -> dict[str, objec
     """Name -> stored tensor, with every expert's tensors in place of a layer's."""
     layout = FAMILIES[config.family].merged_experts
     pattern = re.compile(MERGED.format(re.escape(layout.gate_up), re.escape(layout.down)))
+    rows_of_gate = slice(config.expert_dim)
+    rows_of_up = slice(config.expert_dim, None)
+    if layout.is_gpt_oss:
+        rows_of_gate = slice(0, None, 2)
+        rows_of_up = slice(1, None, 2)
     # Merged module -> an expert's modules, and the rows of each.
-    modules_by_name = {
-        layout.gate_up: (("gate_proj", "up_proj"), config.expert_dim),
-        layout.down: (("down_proj",), config.dim),
+    rows_by_name = {
+        layout.gate_up: {"gate_proj": rows_of_gate, "up_proj": rows_of_up},
+        layout.down: {"down_proj": slice(None)},
     }
     # Of down, because gate_up is square where D = 2 F, as in Granite 3.0 1B.
     is_transposed = layout.is_gpt_oss or any(
@@ -75,38 +79,37 @@ def split_experts(tensors: dict[str, object], config: Config) -> dict[str, objec
         if len(shape) != dimensions:
             split[name] = stored  # check_headers refuses those that no model has
             continue
-        modules, num_rows = modules_by_name[match[2]]
         for number in range(shape[0]):
-            for i, module in enumerate(modules):
-                rows = slice(i * num_rows, (i + 1) * num_rows)
-                if layout.is_gpt_oss:
-                    rows = slice(i, None, len(modules))
+            for module, rows in rows_by_name[match[2]].items():
                 split[f"{match[1]}mlp.experts.{number}.{module}.{part}"] = StoredExpert(
                     stored, number, rows, is_transposed and part == "weight"
                 )
     return split
 
 
-def merge_experts(tensors: dict[str, Tensor], layout: MergedExperts) -> dict[str, Tensor]:
+def merge_experts(tensors: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     """The tensors of a published folder. Layers with quantized experts stay as they are, for our
     own use."""
-    merged = {}
-    layers = {}  # (layer, part) -> {module: its tensors, expert by expert}
-    for name, tensor in tensors.items():
-        match = EXPERT.fullmatch(name)
-        if match is None or f"{match[1]}mlp.experts.0.gate_proj.weight" not in tensors:
-            merged[name] = tensor
+    layout = FAMILIES[config.family].merged_experts
+    merged = dict(tensors)
+
+    def stack(layer: str, projection: str) -> Tensor:
+        """Those of all experts of a layer, one expert after the other."""
+        names = (f"{layer}mlp.experts.{number}.{projection}" for number in range(config.n_experts))
+        return torch.stack([merged.pop(name) for name in names])
+
+    for name in tensors:
+        layer, first_expert, part = name.partition("mlp.experts.0.gate_proj.")
+        if not first_expert or f"{layer}{first_expert}weight" not in tensors:
             continue
-        layer, module, part_name = match.groups()
-        layers.setdefault((layer, part_name), {}).setdefault(module, []).append(tensor)
-    for (layer, part_name), tensors_by_module in layers.items():
-        stacks = {module: torch.stack(parts) for module, parts in tensors_by_module.items()}
+        gate = stack(layer, f"gate_proj.{part}")
+        up = stack(layer, f"up_proj.{part}")
+        down = stack(layer, f"down_proj.{part}")
         # (E, I, 2, …) has the rows of gate and up in turn, (E, 2, I, …) those of gate first.
         dim = 2 if layout.is_gpt_oss else 1
-        gate_up = torch.stack((stacks["gate"], stacks["up"]), dim)
-        gate_up = gate_up.flatten(1, 2)  # (E, 2I, …)
-        for module, tensor in ((layout.gate_up, gate_up), (layout.down, stacks["down"])):
-            if part_name == "bias":
+        gate_up = torch.stack((gate, up), dim).flatten(1, 2)
+        for module, tensor in ((layout.gate_up, gate_up), (layout.down, down)):
+            if part == "bias":
                 merged[f"{layer}{module}_bias"] = tensor
             else:
                 tensor = tensor.mT if layout.is_gpt_oss else tensor

@@ -94,8 +94,8 @@ class RanksRuntime(Runtime):
             vocab_size,
             specials,
             literals,
-            specials.get(settings.name("bos_token") or ranks.bos_name),
-            specials.get(settings.name("eos_token") or ranks.eos_name),
+            specials.get(settings.name_by_key.get("bos_token") or ranks.bos_name),
+            specials.get(settings.name_by_key.get("eos_token") or ranks.eos_name),
             literals_are_raw=True,
         )
         self.add_bos = settings.adds_bos(ranks.adds_bos)

@@ -35,13 +35,13 @@ class SentencePieceRuntime(Runtime):
         }
         self._pieces |= {id: token.content for id, token in settings.added.items()}
         ids = {piece: id for id, piece in self._pieces.items()}
-        names = settings.template_variables().values()
+        names = settings.name_by_key.values()
         specials |= settings.added_ids(special=True)
         specials |= {name: ids[name] for name in names if name in ids}
         literals = settings.added_ids(special=False)
         # -1 where the file has none
-        bos_id = ids.get(settings.name("bos_token"), model.bos_id())
-        eos_id = ids.get(settings.name("eos_token"), model.eos_id())
+        bos_id = ids.get(settings.name_by_key.get("bos_token"), model.bos_id())
+        eos_id = ids.get(settings.name_by_key.get("eos_token"), model.eos_id())
         super().__init__(
             max(self._pieces) + 1,
             specials,

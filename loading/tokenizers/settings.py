@@ -84,18 +84,12 @@ class TokenizerSettings:
                 if isinstance(self.get(key), list)
                 for value in self.get(key)
             ]
+        # The names, which are variables of a chat template too.
+        self.name_by_key = {key: token.content for key, token in self.token_by_key.items()}
         self.added = self._added_tokens()
 
     def get(self, key: str) -> object:
         return self.values.get(key)
-
-    def name(self, key: str) -> str:
-        """The name of the token with this key, or ""."""
-        return self.template_variables().get(key, "")
-
-    def template_variables(self) -> dict[str, str]:
-        """The variables of a chat template that name special tokens, such as bos_token."""
-        return {key: token.content for key, token in self.token_by_key.items()}
 
     def adds_bos(self, default: bool = True) -> bool:
         """Is BOS put in front of a text, where no other file decides it?"""
@@ -110,7 +104,7 @@ class TokenizerSettings:
         tokens_by_id = self.get("added_tokens_decoder")
         if tokens_by_id is None:
             tokens_by_id = self._older_tokens()
-        special_names = {token.content for token in self.token_by_key.values()}
+        special_names = self.name_by_key.values()
         added = {}
         with error_prefix(self.folder / "tokenizer_config.json"):
             tokens_by_id = checked_tokens(tokens_by_id)

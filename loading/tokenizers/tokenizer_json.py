@@ -31,12 +31,13 @@ class TokenizersRuntime(Runtime):
         # The library skips a token that either file calls special.
         specials |= special_ids(model)
         added = model.get_added_tokens_decoder()
-        names = {token.content: id for id, token in added.items()}
-        literals = {name: id for name, id in names.items() if name not in specials}
+        literals = {
+            token.content: id for id, token in added.items() if token.content not in specials
+        }
         vocab = model.get_vocab()
         vocab_size = 1 + max(vocab.values())
-        bos_id = vocab.get(settings.name("bos_token"))
-        eos_id = vocab.get(settings.name("eos_token"))
+        bos_id = vocab.get(settings.name_by_key.get("bos_token"))
+        eos_id = vocab.get(settings.name_by_key.get("eos_token"))
         super().__init__(
             vocab_size,
             specials,
