@@ -21,7 +21,7 @@ from cli.exits import print_status
 from cli.options import QuantizeOptions
 from decoding.errors import UserError
 from loading.checkpoint import Checkpoint
-from loading.files import complete_folder, shard_name, stored_type, write_index
+from loading.files import complete_folder, shard_name, stored_dtype, write_index
 from loading.plain_files import error_prefix, utf8_text
 from loading.stored import Stored
 from loading.target import pick_device
@@ -97,7 +97,7 @@ def has_long_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> bool:
     if checkpoint.is_gguf or checkpoint.adapter:
         return True
     types = {tensor.get_dtype() for tensor in checkpoint.tensors.values()}
-    return types != {stored_type(dtype)}
+    return types != {stored_dtype(dtype)}
 
 
 def transformers_can_read(options: QuantizeOptions, config: Config) -> bool:

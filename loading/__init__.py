@@ -1,23 +1,28 @@
 """Folders and files <-> models. A user's program imports these names from here; other files import
 from the file.
 
-checkpoint.py       a folder or GGUF file, opened once: Checkpoint -> Transformer
-stored.py           what fills a model, in whatever file: Stored, Source;  folder.py  of a folder
-models.py           Config -> Transformer, built, filled and quantized;  saving.py  Transformer ->
-                    folder
-families.py         READ FIRST: what differs between model_types, as tables
-config.py           config.json -> model.Config
+From a folder to a model, in the order in which it happens. Read families.py first:
+
+checkpoint.py       a folder or GGUF file, opened once: Checkpoint, with all that follows
+config.py           its config.json -> model.Config, by the tables of families.py, which say what
+                    differs between model_types
+weight_names.py     a parameter of ours -> the stored tensors that fill it
+folder.py           the stored tensors of a folder, all headers checked -> a Source (stored.py);
+                    quantized/  in the formats of other programs;  adapter.py  with a LoRA merged
+quantization.py     the scheme of every matrix, by what is stored and what the user asks for
+models.py           an empty Transformer, filled from the Source tensor by tensor
+saving.py           and back: Transformer -> folder
+
+A GGUF file takes the same way: gguf.py reads it, gguf_metadata.py makes a config.json of its keys,
+gguf_vocabulary.py the files of its tokenizer.
+
 tokenizer.py        text <-> ids;  tokenizers/  one class a tokenizer library
 chat_templates.py   templates in jinja's sandbox;  chat_messages.py  messages in a template's form
-options.py          which models a run loads;  hub.py  a name on the hub -> its path
-target.py           options -> the model and tokenizer of a run;  draft_types.py  kinds of drafts
-adapter.py          LoRA, merged while weights are read
-plain_files.py      are files there, plain, of bounded size?
-files.py            JSON and safetensors, written in full or not at all
-quantization.py     the scheme of every matrix;  quantized/  other programs' formats
-gguf.py             llama.cpp's files;  gguf_metadata.py  their keys as a config.json;
-                    gguf_vocabulary.py  as the tokenizer's files
-weight_names.py     our parameters <-> the tensors of a checkpoint
+
+target.py           the options of a run (options.py) -> its model and its tokenizer
+hub.py              a name on the hub -> its path;  draft_types.py  what a draft's folder holds
+files.py            JSON and safetensors, written in full or not at all;  plain_files.py  is a file
+                    there, plain, of bounded size?
 """
 
 import importlib

@@ -24,7 +24,7 @@ from decoding.errors import UserError
 from loading.families import Family
 from loading.files import open_tensors, require_json, text_model_tensors
 from loading.models import empty_model, expected_tensors
-from loading.plain_files import error_prefix, short_repr
+from loading.plain_files import error_prefix, refused, short_repr
 from loading.stored import Stored
 from model import Config
 
@@ -99,7 +99,8 @@ def read_adapter(folder: Path, family: Family, config: Config) -> Adapter:
         else:
             adapter.pairs.setdefault(target, {})[letter] = tensor
             adapter.modules[target] = target_of(original)[0].removesuffix(".weight")
-    check_tensors(folder, config, adapter.pairs, adapter.saved)
+    with error_prefix(folder):
+        check_tensors(config, adapter.pairs, adapter.saved)
     return adapter
 
 
@@ -109,10 +110,11 @@ def read_adapter_config(file: Path) -> dict:
     for key, values in PLAIN.items():
         if adapter_config.get(key) not in (None, [], {}, *values):
             supported = " or ".join(map(repr, values)) or "an adapter without it"
-            value = short_repr(adapter_config[key])
-            raise UserError(
-                f"{file}: {key} = {value} is not supported: it adds something"
-                f" else than a plain LoRA's alpha / r * B A to the weights; supported: {supported}"
+            raise refused(
+                f"{file}: {key}",
+                adapter_config[key],
+                "is not supported: it adds something else than a plain LoRA's alpha / r * B A to"
+                f" the weights; supported: {supported}",
             )
     return adapter_config
 
@@ -126,21 +128,19 @@ def target_of(name: str) -> tuple[str, str | None]:
     return name.replace(".base_layer.", "."), None
 
 
-def check_tensors(folder: Path, config: Config, pairs: dict, saved: dict) -> None:
+def check_tensors(config: Config, pairs: dict, saved: dict) -> None:
     """UserError for tensors that do not fit those of the model."""
     expected = expected_tensors(config, empty_model(config, torch.float32))
     shapes = {target: stored.get_shape() for target, stored in saved.items()}
     for target, parts in pairs.items():
         if parts.keys() != {"A", "B"}:
-            raise UserError(
-                f"{folder}: {target} has lora_{''.join(parts)} alone; a LoRA has an A and a B"
-            )
+            raise UserError(f"{target} has lora_{''.join(parts)} alone; a LoRA has an A and a B")
         shape_of_a = parts["A"].get_shape()
         shape_of_b = parts["B"].get_shape()
         rank = shape_of_a[:1]
         if len(shape_of_a) != 2 or shape_of_b[1:] != rank or rank == [0]:
             raise UserError(
-                f"{folder}: {target} has an A of shape {shape_of_a} and a B of {shape_of_b}, which"
+                f"{target} has an A of shape {shape_of_a} and a B of {shape_of_b}, which"
                 " are no matrices of one rank: fetch the adapter again"
             )
         shape = [shape_of_b[0], shape_of_a[1]]
@@ -148,18 +148,17 @@ def check_tensors(folder: Path, config: Config, pairs: dict, saved: dict) -> Non
     for target, shape in shapes.items():
         if target not in expected:
             raise UserError(
-                f"{folder}: {target} fits no tensor of this model; use the model that it was"
-                " trained on"
+                f"{target} fits no tensor of this model; use the model that it was trained on"
             )
         if config.tie_embeddings and target in (EMBEDDING, "lm_head.weight"):
             raise UserError(
-                f"{folder}: {target} is an embedding that is also the head, which"
+                f"{target} is an embedding that is also the head, which"
                 " cannot be merged; train the adapter without it"
             )
         expected_shape = list(expected[target][0])
         if shape != expected_shape:
             raise UserError(
-                f"{folder}: {target} has the shape {shape}, the model's {expected_shape}; use the"
+                f"{target} has the shape {shape}, the model's {expected_shape}; use the"
                 " model that it was trained on"
             )
 
@@ -175,12 +174,12 @@ def scale_of(adapter_config: dict, module: str, rank: int) -> float:
     their own. UserError names the key."""
     alphas = adapter_config.get("alpha_pattern") or {}
     if not isinstance(alphas, dict):
-        raise UserError(f"alpha_pattern = {short_repr(alphas)} must be an object")
+        raise refused("alpha_pattern", alphas, "must be an object")
     try:
         matches = (alphas[key] for key in alphas if re.match(rf"(.*\.)?({key})$", module))
         alpha = next(matches, adapter_config.get("lora_alpha", 8))
     except re.error as error:
         raise UserError(f"alpha_pattern = {short_repr(alphas)}: {error}") from None
     if type(alpha) not in (int, float) or not abs(alpha) < 1e30:
-        raise UserError(f"alpha = {short_repr(alpha)} must be a number below 1e30")
+        raise refused("alpha", alpha, "must be a number below 1e30")
     return alpha / (math.sqrt(rank) if adapter_config.get("use_rslora") else rank)

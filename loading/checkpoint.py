@@ -144,10 +144,14 @@ class Checkpoint:
                 "tie_word_embeddings is true, but lm_head.weight differs from the embedding and is"
                 " used as the head"
             )
-        # The headers of a GGUF file are checked like those of a plain folder; then its blocks take
-        # the place of floats.
-        source = checked_source(self.path, config, tensors, self.layouts, self.spare_tensors)
-        source = self.storage.as_stored(source)
+        source = checked_source(
+            self.path,
+            config,
+            tensors,
+            self.layouts,
+            self.spare_tensors,
+            self.storage.as_stored,
+        )
         stored = source.tensors
         if self.adapter is not None:
             if source.keeps_plain or not all(one.is_float for one in stored.values()):

@@ -25,7 +25,7 @@ from loading.families import (
     Family,
     family_of,
 )
-from loading.plain_files import one_line, short_repr
+from loading.plain_files import one_line, refused, short_repr
 from model import Config
 
 # Keys that turn on norms of queries and keys. A family that always has these norms has them
@@ -53,8 +53,7 @@ class Section(dict):
     prefix = ""  # stands before a key in messages: "rope_scaling."
 
     def refused(self, key: str, reason: str) -> UserError:
-        name = self.prefix + one_line(key)
-        return UserError(f"config.json: {name} = {short_repr(self.get(key))} {reason}")
+        return refused(f"config.json: {self.prefix}{one_line(key)}", self.get(key), reason)
 
     def read(self, key: str, kind: type, default: float | None = None) -> object:
         """A value of this kind: float, int or bool."""

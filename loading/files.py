@@ -4,7 +4,7 @@
     open_tensors                            the stored tensors of files, by name
     read_index                              which file holds a tensor
     check_headers                           compares names, shapes and types with the expected ones
-    stored_type                             safetensors' name of a dtype
+    stored_dtype                            safetensors' name of a dtype
     fingerprint                             a hash that identifies a folder's tensors
     write_atomically, complete_folder       a file, or a folder, under another name until it is
                                             complete
@@ -250,7 +250,7 @@ def shard_name(number: int, num_shards: int) -> str:
 
 
 @functools.cache
-def stored_type(dtype: torch.dtype) -> str:
+def stored_dtype(dtype: torch.dtype) -> str:
     """safetensors' name of a dtype, as it writes it. UserError for a dtype that it cannot
     write."""
     try:

@@ -1,16 +1,20 @@
 """A Hugging Face folder -> the Source of its model.
 
     Folder          its files, each read once
-    checked_source  the Source of a folder, all headers checked
     Layout          where a program stores a quantized matrix;  Layouts  one for each module
     Matrix          the stored tensors of one quantized matrix
-    OwnLayout       one of our formats, as quantize.py and save_model write it
+    OwnLayout       one of our formats, as quantize.py and save_model write it; quantized/ has those
+                    of other programs
+    checked_source  the Source, all headers checked
 
-quantized/ has the layouts of other programs.
+A config.json says in which Layout matrices are quantized, and the tensors say which of them are. So
+checked_source begins with the tensors that the model has in full precision, puts those of its
+quantized matrices in their place, compares the headers of all with what is stored, and asks every
+Layout which of our schemes holds its matrices exactly.
 """
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,11 +31,11 @@ from loading.files import (
     open_tensors,
     read_config_json,
     read_index,
-    stored_type,
+    stored_dtype,
 )
 from loading.models import empty_model, expected_tensors
-from loading.plain_files import error_prefix, short_repr
-from loading.stored import Source, Stored, in_floats
+from loading.plain_files import error_prefix, refused
+from loading.stored import Source, Stored
 from loading.weight_names import sources
 from model import Config
 from weights.formats import FORMATS
@@ -68,9 +72,9 @@ class Folder:
     def tensors(self) -> dict[str, object]:
         return open_tensors(self.files)
 
-    def as_stored(self, source: Source) -> Source:
-        """A folder's Source needs no change, unlike that of a GgufModel."""
-        return source
+    def as_stored(self, tensor) -> Stored:
+        """A tensor that is not one of a quantized matrix."""
+        return Stored(tuple(tensor.get_shape()), floats=partial(tensor.__getitem__, ...))
 
 
 class Layout(Protocol):
@@ -139,7 +143,7 @@ class OwnLayout:
 
     def tensors(self, m: Matrix) -> dict[str, Expected]:
         shapes = FORMATS[self.format].shapes(m.rows, m.columns)
-        return {part: (shape, (stored_type(dtype),)) for part, (shape, dtype) in shapes.items()}
+        return {part: (shape, (stored_dtype(dtype),)) for part, (shape, dtype) in shapes.items()}
 
     def scheme(self, matrices: Collection[Matrix]) -> tuple[str, str]:
         return self.format, ""
@@ -174,10 +178,8 @@ def own_layouts(hf: dict, file: Path) -> OwnLayouts:
             head_scheme = rest.get("head")
             if head_scheme in (None, *schemes):
                 return OwnLayouts(scheme, head_scheme)
-    raise UserError(
-        f"{file}: quantization = {short_repr(entry)} is not supported; schemes:"
-        f" {', '.join(schemes)}"
-    )
+    reason = f"is not supported; schemes: {', '.join(schemes)}"
+    raise refused(f"{file}: quantization", entry, reason)
 
 
 def checked_source(
@@ -185,14 +187,15 @@ def checked_source(
     config: Config,
     tensors: dict,
     layouts: Layouts,
-    spare: Iterable[str] = (),
+    spare: Iterable[str],
+    as_stored: Callable[[object], Stored],
 ) -> Source:
-    """A folder in these layouts. `spare` as in check_headers. UserError names a tensor or a setting
-    that cannot be read."""
+    """A folder, or a GGUF file, in these layouts. `spare` as in check_headers, `as_stored` of a
+    Folder. UserError names a tensor or a setting that cannot be read."""
     tensors = {name: tensors[name] for name in tensors if not name.endswith(layouts.unused)}
     model = empty_model(config, torch.float32)
     headers = expected_tensors(config, model)
-    stored = in_floats(headers, lambda name: tensors[name][...])
+    names = [*headers]
     linears = [name for name, _ in named_linears(model)]
     stacks = [sources(config, f"{name}.weight") for name in ("embed", *linears)]
     with error_prefix(path):
@@ -200,11 +203,12 @@ def checked_source(
         expect_quantized(headers, matrices)
         drop_zeros(headers, tensors, matrices.values(), layouts.zeros)
         check_headers(path, headers, tensors, config.tie_embeddings, spare)
-        stored |= stored_matrices(matrices)
+        quantized = stored_matrices(matrices)
+    stored = {name: quantized.get(name) or as_stored(tensors[name]) for name in names}
     notes = {m.layout.note for m in matrices.values()}
     is_fixed = layouts.is_fixed and bool(matrices)
     heads = sources(config, "lm_head.weight")
-    schemes = {stored[weight].scheme for weight in matrices if weight not in heads}
+    schemes = {one.scheme for weight, one in quantized.items() if weight not in heads}
     scheme = schemes.pop() if is_fixed and len(schemes) == 1 else None
     return Source(config, linears, stored, tuple(sorted(filter(None, notes))), scheme, is_fixed)
 

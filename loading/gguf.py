@@ -4,7 +4,7 @@
     open_model       the same for a model, whose file may be split
     Blocks           one tensor in the mapped file: its weights, or the parts of our scheme that
                      holds them bit for bit
-    hf_tensors       its tensors by Hugging Face names;  in_blocks  a Source of them as stored
+    hf_tensors       its tensors by Hugging Face names
 
 The header is read here, because the gguf package takes seconds for a vocabulary. The package
 dequantizes the types that no scheme of ours holds.
@@ -28,8 +28,8 @@ from torch import Tensor
 import loading.weight_names as weight_names
 from decoding.errors import UserError
 from loading.families import FAMILIES
-from loading.plain_files import GGUF_MAGIC, error_prefix, one_line, short_repr
-from loading.stored import Source, Stored
+from loading.plain_files import GGUF_MAGIC, error_prefix, one_line, refused
+from loading.stored import Stored
 from weights.formats import dequantize_tensor, pack_bits, row_chunks
 
 # Types of values, with struct's letters for the numbers.
@@ -210,6 +210,13 @@ class Blocks:
             weights = weights.float() - self.offset
         return weights.view(-1, *self.shape[1:])
 
+    def as_stored(self) -> Stored:
+        """A matrix keeps the bits of its blocks where a scheme holds them."""
+        scheme = self.block_type.scheme if len(self.shape) == 2 else None
+        stored_type = "" if self.block_type.dtype else self.block_type.name
+        read = partial(self.__getitem__, slice(None))
+        return Stored(self.shape, scheme, self.part, read, stored_type)
+
 
 def dequantize_by_package(block_type: BlockType, rows: Tensor) -> Tensor:
     """In chunks, because the package takes several times the memory of the weights."""
@@ -245,7 +252,7 @@ class Entries(dict):
             return default
         value = common_value(name, self[name])
         if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise UserError(f"{self.noun}{name} = {short_repr(value)} must be a positive number")
+            raise refused(f"{self.noun}{name}", value, "must be a positive number")
         return value
 
 
@@ -338,7 +345,7 @@ def read_header(path: Path, mtime_ns: int) -> tuple[dict, list[tuple], int, int]
     infos = [header.tensor() for _ in range(num_tensors)]
     alignment = keys.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 8 or alignment % 8:
-        raise UserError(f"general.alignment = {alignment!r} must be a multiple of 8")
+        raise refused("general.alignment", alignment, "must be a multiple of 8")
     return keys, infos, alignment, -(-header.position // alignment) * alignment
 
 
@@ -405,9 +412,8 @@ def common_value(key: str, value: object) -> object:
     if not isinstance(value, tuple) or key.endswith(LISTS):
         return value
     if len(set(value)) != 1:
-        raise UserError(
-            f"{key} = {short_repr(value)} differs from layer to layer; supported: one value for all"
-            f" layers"
+        raise refused(
+            key, value, "differs from layer to layer; supported: one value for all layers"
         )
     return value[0]
 
@@ -422,10 +428,8 @@ def model_type_of(keys: dict[str, object]) -> str:
         if family.arch == architecture and has_key:
             return model_type
     supported = ", ".join(sorted({family.arch for family in families.values()}))
-    raise UserError(
-        f"general.architecture = {short_repr(architecture)} is not supported; supported:"
-        f" {supported}"
-    )
+    reason = f"is not supported; supported: {supported}"
+    raise refused("general.architecture", architecture, reason)
 
 
 def hf_tensors(model: GgufFile) -> dict[str, Blocks]:
@@ -469,16 +473,3 @@ def experts_of(hf_name: str, stack: Blocks) -> dict[str, Blocks]:
         expert = replace(stack, shape=shape, bytes=rows.view(shape[0], -1))
         tensors[hf_name.format(number)] = expert
     return tensors
-
-
-def in_blocks(source: Source, tensors: Mapping[str, Blocks]) -> Source:
-    """`source` with these tensors as they are stored."""
-    stored = {}
-    for name in source.tensors:
-        blocks = tensors[name]
-        block_type = blocks.block_type
-        scheme = block_type.scheme if len(blocks.shape) == 2 else None
-        stored_type = "" if block_type.dtype else block_type.name
-        read = partial(blocks.__getitem__, slice(None))
-        stored[name] = Stored(blocks.shape, scheme, blocks.part, read, stored_type)
-    return source._replace(tensors=stored)

@@ -25,15 +25,14 @@ from loading.gguf import (
     GgufFile,
     common_value,
     hf_tensors,
-    in_blocks,
     model_type_of,
     open_model,
     parts_of,
 )
 from loading.gguf_vocabulary import special_ids
 from loading.models import dtype_name
-from loading.plain_files import error_prefix, short_repr
-from loading.stored import Source
+from loading.plain_files import error_prefix, refused
+from loading.stored import Stored
 
 # Keys that every file must have, besides those from which hf_config finds the size of a head.
 REQUIRED = """
@@ -90,8 +89,8 @@ class GgufModel:
         with error_prefix(self.path):
             return hf_tensors(self.model)
 
-    def as_stored(self, source: Source) -> Source:
-        return in_blocks(source, self.tensors)
+    def as_stored(self, tensor: Blocks) -> Stored:
+        return tensor.as_stored()
 
 
 def hf_config(model: GgufFile) -> dict:
@@ -99,9 +98,10 @@ def hf_config(model: GgufFile) -> dict:
     change the arithmetic."""
     file_type = model.keys.get("general.type", "model")
     if file_type != "model":
-        raise UserError(
-            f"general.type = {short_repr(file_type)} is not supported; supported: model (--adapter"
-            " takes a LoRA adapter in PEFT's folder)"
+        raise refused(
+            "general.type",
+            file_type,
+            "is not supported; supported: model (--adapter takes a LoRA adapter in PEFT's folder)",
         )
     model_type = model_type_of(model.keys)
     family = FAMILIES[model_type]
@@ -118,7 +118,7 @@ def hf_config(model: GgufFile) -> dict:
     hidden_size = values.number("embedding_length")
     num_heads = values.number("attention.head_count")
     head_dim = values.number("attention.key_length", max(1, hidden_size // num_heads))
-    dtype = tensors["blk.0.attn_output.weight"].block_type.dtype
+    dtype = tensors["blk.0.attn_output.weight"].block_type.dtype or torch.bfloat16
     # Defaults are llama.cpp's, which are not those of config.py.
     hf = {
         "model_type": model_type,
@@ -128,7 +128,7 @@ def hf_config(model: GgufFile) -> dict:
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
         "rope_theta": values.number("rope.freq_base", 10000.0),
-        "dtype": dtype_name(dtype or torch.bfloat16),
+        "dtype": dtype_name(dtype),
     }
     hf |= translated(values, tensors, family)
     hf["num_hidden_layers"] -= values.number("nextn_predict_layers", 0)
@@ -163,9 +163,8 @@ def translated(values: Entries, tensors: Mapping[str, Blocks], family: Family) -
         supported = supported_by_key.get(key, ())
         if supported is not None and value not in supported:
             choice = supported[0] if supported else "only files without it"
-            raise UserError(
-                f"{family.arch}.{key} = {short_repr(value)} is not supported; supported: {choice}"
-            )
+            reason = f"is not supported; supported: {choice}"
+            raise refused(f"{family.arch}.{key}", value, reason)
         if supported is None and key in hf_keys:
             hf[hf_keys[key]] = value
     for key in REQUIRED.split():
@@ -222,7 +221,7 @@ def rope_scaling(values: Mapping[str, object], tensors: Mapping[str, Blocks], hf
             return {"rope_type": "default"}
         return llama3_scaling(tensors["rope_freqs.weight"], hf["head_dim"], hf["rope_theta"])
     if "rope_freqs.weight" in tensors:
-        raise UserError(f"rope.scaling.type = {short_repr(rope_type)} next to rope_freqs.weight")
+        raise refused("rope.scaling.type", rope_type, "next to rope_freqs.weight")
     scaling = {"rope_type": rope_type, "factor": factor}
     if rope_type == "yarn":
         scaling |= {name: values[key] for name, key in YARN.items() if key in values}

@@ -23,7 +23,7 @@ import torch
 
 from decoding.errors import UserError
 from loading.gguf import parse
-from loading.plain_files import error_prefix, short_repr
+from loading.plain_files import error_prefix, refused, short_repr
 from loading.tokenizers.base import HARMONY_NAMES
 from loading.tokenizers.ranks import LLAMA3_PATTERN, TEKKEN_PATTERN
 
@@ -137,7 +137,7 @@ def special_ids(keys: Mapping[str, object], *roles: str) -> dict[str, int]:
     ids = {role: id for role, id in ids.items() if id is not None}
     for role, id in ids.items():
         if type(id) is not int:
-            raise UserError(f"tokenizer.ggml.{role}_token_id = {short_repr(id)} is no token's id")
+            raise refused(f"tokenizer.ggml.{role}_token_id", id, "is no token's id")
     return ids
 
 
@@ -238,9 +238,9 @@ class Vocabulary:
     def tokenizer_json(self) -> bytes:
         """A byte-level BPE for the tokenizers library."""
         if str(self.pre) not in SPLITS:
-            raise UserError(
-                f"tokenizer.ggml.pre = {short_repr(self.pre)} is not supported; supported:"
-                f" {', '.join(SPLITS)}"
+            supported = ", ".join(SPLITS)
+            raise refused(
+                "tokenizer.ggml.pre", self.pre, f"is not supported; supported: {supported}"
             )
         splits = [
             {"type": "Split", "pattern": {"Regex": x}, "behavior": "Isolated", "invert": False}
@@ -343,10 +343,7 @@ def write_files(path: Path, folder: Path) -> None:
     model = keys.get("tokenizer.ggml.model")
     with error_prefix(path):
         if model not in ("gpt2", "llama"):
-            raise UserError(
-                f"tokenizer.ggml.model = {short_repr(model)} is not supported; supported: gpt2,"
-                " llama"
-            )
+            raise refused("tokenizer.ggml.model", model, "is not supported; supported: gpt2, llama")
         vocabulary = Vocabulary(keys)
         if model == "gpt2":
             (folder / "tokenizer.json").write_bytes(vocabulary.tokenizer_json())

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decoding.errors import UserError
-from loading.files import Expected, stored_type
+from loading.files import Expected, stored_dtype
 from loading.plain_files import error_prefix
 from loading.stored import Stored, in_floats
 from loading.weight_names import pieces, sources
@@ -45,7 +45,7 @@ DTYPES = ("BF16", "F16", "F32", "F64")  # stored types that weights can be read 
 def expected_tensors(config: Config, model: Transformer) -> dict[str, Expected]:
     """Hugging Face name -> shape and supported types of every tensor that the model needs."""
     return {
-        source: (tuple(part.shape), DTYPES if is_plain(name) else (stored_type(part.dtype),))
+        source: (tuple(part.shape), DTYPES if is_plain(name) else (stored_dtype(part.dtype),))
         for name, parameter in model.named_parameters()
         for source, part in pieces(config, name, parameter)
     }
@@ -111,11 +111,9 @@ def same_schemes(
 def to_dtype(model: Transformer, dtype: torch.dtype) -> Transformer:
     """The model in this dtype, but for what chooses among experts where that is float32."""
     model.to(dtype)
-    kept = [".selection_bias"]
-    if model.config.router_float32:
-        kept.append(".router.")
     for name, parameter in model.named_parameters():
-        if any(part in name for part in kept):
+        is_router = ".router." in name and model.config.router_float32
+        if is_router or ".selection_bias" in name:
             parameter.data = parameter.data.float()
     return model
 

@@ -11,6 +11,7 @@ is_gguf             whether a file begins like one of llama.cpp's
 error_prefix        puts a file's name in front of a UserError
 one_line            an error's message on one line
 short_repr          a value of a file as errors show it
+refused             a UserError that names a key and its value
 """
 
 import contextlib
@@ -126,3 +127,8 @@ def short_repr(value: object) -> str:
     """Its repr, of up to 160 characters."""
     text = repr(value)
     return text if len(text) <= 160 else f"{text[:159]}…"
+
+
+def refused(key: str, value: object, reason: str) -> UserError:
+    """The error of a key's value in a file."""
+    return UserError(f"{key} = {short_repr(value)} {reason}")

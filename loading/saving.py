@@ -127,12 +127,8 @@ def write_tensors(
                 from loading.quantized.compressed_tensors import compressed_tensors_part
 
                 source, part = compressed_tensors_part(source, part)
-            is_cast = (
-                dtype
-                and is_plain(name)
-                and "selection_bias" not in name  # float32 in every folder
-                and part.dtype == torch.float32
-            )
+            has_weights = is_plain(name) and "selection_bias" not in name  # float32 in every folder
+            is_cast = dtype and has_weights and part.dtype == torch.float32
             new_dtype = dtype if is_cast else part.dtype
             tensors[source] = part.to(new_dtype, copy=True, memory_format=torch.contiguous_format)
             if is_cast and not tensors[source].isfinite().all() and part.isfinite().all():

@@ -20,17 +20,25 @@ from weights.formats import FORMATS, dequantize_tensor
 
 @dataclass(frozen=True)
 class Stored:
-    """A stored matrix or vector. Nothing is read before it is asked for."""
+    """A matrix or vector as it is stored: in full precision, in a format that one of our schemes
+    holds bit for bit, or in one that none of them holds. Nothing is read before it is asked for.
+
+    shape         of its weights
+    scheme        the scheme that holds it, or None
+    part          reads a part of that scheme, by the part's name
+    floats        reads the weights; it may be absent beside a scheme, whose parts give them too
+    stored_type   its file's name for the format of a quantized one; "" if that is the scheme
+    near          where no scheme holds it: one to quantize it to, or None to load it as floats
+    reason        why none holds it
+    """
 
     shape: tuple[int, ...]
-    scheme: str | None = None  # the one that holds it exactly
-    part: Callable[[str], Tensor] | None = None  # a part of that scheme, by its name
-    floats: Callable[[], Tensor] | None = None  # the weights, where no scheme holds them
-    stored_type: str = (
-        ""  # what a quantized one is stored in, where the scheme's name does not say it
-    )
-    near: str | None = None  # a scheme to quantize it to, where none holds it
-    reason: str = ""  # why none holds it
+    scheme: str | None = None
+    part: Callable[[str], Tensor] | None = None
+    floats: Callable[[], Tensor] | None = None
+    stored_type: str = ""
+    near: str | None = None
+    reason: str = ""
 
     @property
     def is_float(self) -> bool:

@@ -176,11 +176,11 @@ class Tokenizer:
             return self._escape(message, [*self.specials, *([] if is_assistant else markers)])
 
         def render(form: list[dict]) -> str:
-            return template.render(form, add_generation_prompt, **variables)
+            escaped = [escape(message) for message in form]
+            return template.render(escaped, add_generation_prompt, **variables)
 
         forms = message_forms(messages, template.developer, template.content_form)
-        escaped_forms = ([escape(message) for message in form] for form in forms)
-        text = first_text(render, escaped_forms)
+        text = first_text(render, forms)
         return self.parse(text + self._escape(prefill, self.specials))
 
     def _escape(self, value: object, names: Iterable[str]) -> object:

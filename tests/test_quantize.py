@@ -32,7 +32,7 @@ from decoding.sampling import Sampling
 from decoding.statistics import Timing
 from drafts.base import ModelDraft
 from loading.checkpoint import load_config, load_model
-from loading.files import stored_type
+from loading.files import stored_dtype
 from loading.models import random_model
 from loading.quantization import QUICKDRAFT_CONFIG
 from loading.saving import save_model
@@ -1321,7 +1321,7 @@ def test_parts_of_every_dtype_that_safetensors_writes_are_read(
     name, text_folder, tmp_path, monkeypatch
 ):
     dtype = STORED_TYPES[name]
-    assert stored_type(dtype) == name
+    assert stored_dtype(dtype) == name
     monkeypatch.setitem(FORMATS, "own", type("Own", (InDtype,), {"dtype": dtype})(8))
     model = load_model(text_folder, dtype=torch.float32, quantize="own", pack=False)
     save_model(model, tmp_path, config_json(text_folder))

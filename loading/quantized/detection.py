@@ -33,7 +33,7 @@ from typing import NamedTuple
 from decoding.errors import UserError
 from loading.families import family_of
 from loading.folder import Layout
-from loading.plain_files import one_line, short_repr
+from loading.plain_files import one_line, refused, short_repr
 from loading.quantized import floats
 from loading.quantized.floats import (
     Fp8,
@@ -122,8 +122,8 @@ def check(settings: dict, entry: str = ENTRY, **supported_by_key: tuple) -> None
 
 
 def unsupported(settings: dict, key: str, reason: str, entry: str = ENTRY) -> UserError:
-    value = short_repr(settings.get(key))
-    return UserError(f"config.json: {entry}: {one_line(key)} = {value} is not supported; {reason}")
+    name = f"config.json: {entry}: {one_line(key)}"
+    return refused(name, settings.get(key), f"is not supported; {reason}")
 
 
 def read_object(settings: dict, key: str) -> dict:
@@ -164,7 +164,7 @@ def find_layouts(hf: dict) -> Layouts:
     """The Layouts of a config.json's quantization_config. UserError for unsupported settings."""
     settings = hf.get(ENTRY)
     if not isinstance(settings, dict):
-        raise UserError(f"config.json: {ENTRY} = {short_repr(settings)} is not supported")
+        raise refused(f"config.json: {ENTRY}", settings, "is not supported")
     method = settings.get("quant_method")
     is_gpt_oss = hf.get("model_type") == "gpt_oss"
     check(settings, quant_method=tuple(name for name in METHODS if name != "mxfp4" or is_gpt_oss))

@@ -19,7 +19,7 @@ from torch import Tensor
 from decoding.errors import UserError
 from loading.files import Expected
 from loading.folder import Matrix, OwnLayout
-from loading.plain_files import parse_json, short_repr
+from loading.plain_files import parse_json, refused
 from loading.quantized.layouts import FLOATS, IntegerLayout
 from weights.formats import FORMATS, check_finite
 
@@ -183,7 +183,7 @@ class Table4:
             check_size(state, "nested_blocksize", source)
             offset = state.get("nested_offset")
             if not isinstance(offset, float | int):
-                raise UserError(f"{source}: nested_offset = {short_repr(offset)} is no number")
+                raise refused(f"{source}: nested_offset", offset, "is no number")
         return state
 
     def tensors(self, m):
@@ -223,4 +223,4 @@ class Table4:
 def check_size(state: dict, key: str, source: str) -> None:
     size = state.get(key)
     if type(size) is not int or size < 1:
-        raise UserError(f"{source}: {key} = {short_repr(size)} must be a positive whole number")
+        raise refused(f"{source}: {key}", size, "must be a positive whole number")

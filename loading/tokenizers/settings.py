@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import AddedToken
 
 from decoding.errors import UserError
-from loading.plain_files import error_prefix, read_json, short_repr
+from loading.plain_files import error_prefix, read_json, refused, short_repr
 
 MAX_ID = 2**24  # real vocabularies stay far below
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # of an added token
@@ -38,17 +38,6 @@ def added_token(value: str | dict, special: bool = True) -> AddedToken:
         )
     flags = {flag: bool(token[flag]) for flag in FLAGS if flag in token}
     return AddedToken(token["content"], special=special, **flags)
-
-
-def checked_tokens(tokens_by_id: object) -> dict[str | int, dict]:
-    """added_tokens_decoder. UserError for what is no object of objects by id."""
-    is_valid = isinstance(tokens_by_id, dict) and all(
-        str(id).isdecimal() and isinstance(token, dict) and is_name(token.get("content"))
-        for id, token in tokens_by_id.items()
-    )
-    if not is_valid:
-        raise UserError("added_tokens_decoder must have an object with a content for each id")
-    return tokens_by_id
 
 
 class TokenizerSettings:
@@ -107,10 +96,17 @@ class TokenizerSettings:
         special_names = self.name_by_key.values()
         added = {}
         with error_prefix(self.folder / "tokenizer_config.json"):
-            tokens_by_id = checked_tokens(tokens_by_id)
-        for id, token in tokens_by_id.items():
-            is_special = bool(token.get("special")) or token["content"] in special_names
-            added[int(id)] = added_token(token, is_special)
+            is_valid = isinstance(tokens_by_id, dict) and all(
+                str(id).isdecimal() and isinstance(token, dict)
+                for id, token in tokens_by_id.items()
+            )
+            if not is_valid:
+                raise UserError(
+                    "added_tokens_decoder must have an object with a content for each id"
+                )
+            for id, token in tokens_by_id.items():
+                is_special = bool(token.get("special")) or token.get("content") in special_names
+                added[int(id)] = added_token(token, is_special)
         return added
 
     def _older_tokens(self) -> dict[int, dict]:
@@ -122,7 +118,7 @@ class TokenizerSettings:
         file = self.folder / "added_tokens.json"
         for name, id in read_json(file).items():
             if type(id) is not int or id < 0:
-                raise UserError(f"{file}: {short_repr(name)} = {short_repr(id)} is no token's id")
+                raise refused(f"{file}: {short_repr(name)}", id, "is no token's id")
             is_marker = name.startswith("<|") and name.endswith("|>")
             is_special = name in listed_names or is_marker or id >= self.model_vocab_size
             tokens[id] = {"content": name, "special": is_special}
@@ -155,9 +151,7 @@ class TokenizerSettings:
             value = fields.get("eos_token_id")
             ids = value if isinstance(value, list) else [value] * (value is not None)
             if not all(type(id) is int and 0 <= id < MAX_ID for id in ids):
-                raise UserError(
-                    f"{self.folder / file}: eos_token_id = {short_repr(value)} must be a token's"
-                    " id or a list of them"
-                )
+                key = f"{self.folder / file}: eos_token_id"
+                raise refused(key, value, "must be a token's id or a list of them")
             eos_ids.update(ids)
         return eos_ids

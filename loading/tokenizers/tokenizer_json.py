@@ -8,8 +8,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 
-from decoding.errors import UserError
-from loading.plain_files import short_repr
+from loading.plain_files import refused
 from loading.tokenizers.base import APART, Runtime, byte_of, library_errors
 from loading.tokenizers.ranks import BYTE_OF_CHAR
 from loading.tokenizers.settings import TokenizerSettings
@@ -128,9 +127,11 @@ def add_configured_tokens(model: Tokenizer, file: Path, settings: TokenizerSetti
     for id, token in tokens.items():
         new_id = model.token_to_id(token.content)
         if new_id != id:
-            raise UserError(
-                f"{file}: token {id} = {short_repr(token.content)} gets the id {new_id}; correct"
-                " added_tokens_decoder in tokenizer_config.json, or added_tokens.json"
+            raise refused(
+                f"{file}: token {id}",
+                token.content,
+                f"gets the id {new_id}; correct added_tokens_decoder in tokenizer_config.json, or"
+                " added_tokens.json",
             )
     stored = tokens_by_name(model)
     tokens = [token for token in settings.listed if token.content not in stored]
