@@ -20,7 +20,7 @@ from torch import Tensor
 from decoding.errors import UserError
 from loading.config import Section, config_from_hf
 from loading.files import check_headers
-from loading.models import DTYPES
+from loading.models import FLOAT_TYPES
 from model import Config
 
 NEOX_KEYS = ("is_neox_style", "rope_is_neox_style")  # false: RoPE's pairs are neighbours
@@ -97,7 +97,7 @@ def fill_parts(
 ) -> None:
     """Copy the stored tensors of a folder into the parts of these names. UserError lists those
     that do not fit. `maps`: shape and types of further tensors."""
-    expected = {name: (tuple(part.shape), DTYPES) for name, part in parts.items()}
+    expected = {name: (tuple(part.shape), FLOAT_TYPES) for name, part in parts.items()}
     check_headers(path, expected | (maps or {}), tensors, False)
     for name, part in parts.items():
         part.copy_(tensors[name][...])

@@ -13,8 +13,8 @@ quantization.py     the scheme of every matrix, by what is stored and what the u
 models.py           an empty Transformer, filled from the Source tensor by tensor
 saving.py           and back: Transformer -> folder
 
-A GGUF file takes the same way: gguf.py reads it, gguf_metadata.py makes a config.json of its keys,
-gguf_vocabulary.py the files of its tokenizer.
+A GGUF file takes the same way: gguf.py reads it, gguf_folder.py gives it a folder's config.json and
+tensors, gguf_vocabulary.py the files of its tokenizer.
 
 tokenizer.py        text <-> ids;  tokenizers/  one class a tokenizer library
 chat_templates.py   templates in jinja's sandbox;  chat_messages.py  messages in a template's form

@@ -54,7 +54,7 @@ class Checkpoint:
         self.adapter = None if adapter is None else Path(adapter)
         self.is_gguf = is_gguf(self.path)
         if self.is_gguf:
-            from loading.gguf_metadata import GgufModel
+            from loading.gguf_folder import GgufModel
 
             self.storage = GgufModel(self.path)
             return
@@ -216,7 +216,7 @@ class Checkpoint:
     @property
     def layouts(self) -> Layouts:
         """Those of its quantized matrices."""
-        return find_layouts(self.hf) or own_layouts(self.hf, self.config_file)
+        return foreign_layouts(self.hf) or own_layouts(self.hf, self.config_file)
 
     @property
     def stored_scheme(self) -> str | None:
@@ -265,13 +265,13 @@ def read_config(file: Path) -> Config:
 def config_of(hf: dict, file: Path) -> Config:
     """The Config of a config.json. UserError begins with the path that the user gave."""
     try:
-        find_layouts(hf)  # refuses unsupported quantization
+        foreign_layouts(hf)  # refuses unsupported quantization
         return config_from_hf({**hf, "quantization_config": None})
     except UserError as error:
         raise UserError(f"{file}: {str(error).removeprefix('config.json: ')}") from None
 
 
-def find_layouts(hf: dict) -> Layouts | None:
+def foreign_layouts(hf: dict) -> Layouts | None:
     """The Layouts of another program's weights, by config.json; None for plain weights and ours."""
     if hf.get("quantization_config") in (None, {}, QUICKDRAFT_CONFIG):
         return None

@@ -4,18 +4,17 @@
     open_model       the same for a model, whose file may be split
     Blocks           one tensor in the mapped file: its weights, or the parts of our scheme that
                      holds them bit for bit
-    hf_tensors       its tensors by Hugging Face names
 
-The header is read here, because the gguf package takes seconds for a vocabulary. The package
-dequantizes the types that no scheme of ours holds.
+gguf_folder.py and gguf_vocabulary.py translate both to what a Hugging Face folder says. The header
+is read here, because the gguf package takes seconds for a vocabulary. The package dequantizes the
+types that no scheme of ours holds.
 """
 
 import functools
 import math
-import re
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -25,9 +24,7 @@ import numpy
 import torch
 from torch import Tensor
 
-import loading.weight_names as weight_names
 from decoding.errors import UserError
-from loading.families import FAMILIES
 from loading.plain_files import GGUF_MAGIC, error_prefix, one_line, refused
 from loading.stored import Stored
 from weights.formats import dequantize_tensor, pack_bits, row_chunks
@@ -37,8 +34,6 @@ STRING = 8
 ARRAY = 9
 NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 
-# Tensors that config.json holds as a RoPE scaling.
-ROPE_TENSORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 LISTS = ("sliding_window_pattern", "dimension_sections")  # keys of several values
 
 # What a damaged header causes: its counts and lengths are used as they are.
@@ -70,6 +65,12 @@ def k_integers(blocks: Tensor) -> Tensor:
     integers = torch.cat((first & 63, last | first >> 6 << 4), dim=-1)  # (out, n, 2, 8)
     integers = integers.view(torch.int8)
     return integers.movedim(-2, 0).flatten(2)  # (2, out, n, 8) -> (2, out, in / 32)
+
+
+def k_numbers(blocks: Tensor, index: int) -> Tensor:
+    """Q4_K's scales (index 0) or minima (1), (out, in / 32): integers times a block's number."""
+    unit = half(blocks, 2 * index).float()  # (out, in / 256)
+    return unit.repeat_interleave(8, 1) * k_integers(blocks)[index]
 
 
 def bit_fields(packed: Tensor, bits: int) -> Tensor:
@@ -110,8 +111,8 @@ Q4_1 = {
 Q8_0 = {"codes": lambda blocks: blocks[..., 2:].flatten(1).view(torch.int8), "scale": half}
 Q4_K = {
     "codes": lambda blocks: pairs(blocks[..., 16:].unflatten(-1, (4, 32))),
-    "scale": lambda blocks: half(blocks).float().repeat_interleave(8, 1) * k_integers(blocks)[0],
-    "zero": lambda blocks: -half(blocks, 2).float().repeat_interleave(8, 1) * k_integers(blocks)[1],
+    "scale": lambda blocks: k_numbers(blocks, 0),
+    "zero": lambda blocks: -k_numbers(blocks, 1),
 }
 Q5_K = {
     "codes": lambda blocks: k_codes(blocks[..., 48:].unflatten(-1, (4, 32)), blocks[..., 16:48], 1),
@@ -232,6 +233,18 @@ def dequantize_by_package(block_type: BlockType, rows: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------ files
+
+
+def common_value(key: str, value: object) -> object:
+    """A key's value; of a value for each layer, the one that all layers have. UserError for layers
+    that differ."""
+    if not isinstance(value, tuple) or key.endswith(LISTS):
+        return value
+    if len(set(value)) != 1:
+        raise refused(
+            key, value, "differs from layer to layer; supported: one value for all layers"
+        )
+    return value[0]
 
 
 class Entries(dict):
@@ -401,75 +414,3 @@ def open_model(path: Path) -> GgufFile:
             raise UserError(f"{file}: tensor {min(twice)} is in another part too: make both again")
         model.tensors.update(others)
     return model
-
-
-# ------------------------------------------------------------------ tensors by Hugging Face names
-
-
-def common_value(key: str, value: object) -> object:
-    """A key's value; of a value for each layer, the one that all layers have. UserError for layers
-    that differ."""
-    if not isinstance(value, tuple) or key.endswith(LISTS):
-        return value
-    if len(set(value)) != 1:
-        raise refused(
-            key, value, "differs from layer to layer; supported: one value for all layers"
-        )
-    return value[0]
-
-
-def model_type_of(keys: dict[str, object]) -> str:
-    """The family of a file. Of families that share an architecture, the last one whose `arch_key`
-    the file holds."""
-    architecture = keys.get("general.architecture")
-    families = {name: family for name, family in FAMILIES.items() if family.arch}
-    for model_type, family in reversed(families.items()):
-        has_key = not family.arch_key or keys.get(f"{architecture}.{family.arch_key}")
-        if family.arch == architecture and has_key:
-            return model_type
-    supported = ", ".join(sorted({family.arch for family in families.values()}))
-    reason = f"is not supported; supported: {supported}"
-    raise refused("general.architecture", architecture, reason)
-
-
-def hf_tensors(model: GgufFile) -> dict[str, Blocks]:
-    """The tensors of a model by Hugging Face names."""
-    family = FAMILIES[model_type_of(model.keys)]
-    hf_modules = weight_names.hf_by_gguf(family)
-    norm_offset = family.fields.get("norm_offset", 0.0)
-    heads = {}
-    if family.permutes_heads:
-        key = f"{family.arch}.attention.head_count"
-        heads["attn_q"] = int(model.keys.number(key))
-        heads["attn_k"] = int(model.keys.number(f"{key}_kv", heads["attn_q"]))
-    tensors = {}
-    for name, blocks in model.tensors.items():
-        layer, module, part = re.fullmatch(r"(?s)(blk\.\d+\.)?(.*?)(\.\w+)?", name).groups("")
-        if module in ROPE_TENSORS:
-            continue
-        # The sinks, and the selection bias of experts, are parameters of Hugging Face's modules.
-        part = {"attn_sinks": ".sinks", "exp_probs_b": ""}.get(module, part)
-        offset = norm_offset if module.endswith("norm") else 0.0
-        blocks = replace(blocks, offset=offset, heads=heads.get(module, 0))
-        layer = layer.replace("blk.", "model.layers.")
-        hf_name = f"{layer}{hf_modules.get(module, module)}{part}"
-        # Matrices of one row, stored as vectors; the second is ERNIE's bias.
-        if module == "ffn_gate_inp_shexp" or "moe_statics" in hf_name:
-            shape = (1, blocks.shape[-1])
-            blocks = replace(blocks, shape=shape, bytes=blocks.bytes.view(1, -1))
-        # ffn_norm and post_attention_norm are one norm's names, of models that have either.
-        if module.endswith("norm") and hf_name in tensors:
-            raise UserError(f"tensor {name!r} stands for {hf_name}, as another does")
-        has_experts = "{}" in hf_name and len(blocks.shape) == (3 if part == ".weight" else 2)
-        tensors |= experts_of(hf_name, blocks) if has_experts else {hf_name: blocks}
-    return tensors
-
-
-def experts_of(hf_name: str, stack: Blocks) -> dict[str, Blocks]:
-    """The tensors of a stack of experts, whose numbers replace {} in their names."""
-    shape = stack.shape[1:]
-    tensors = {}
-    for number, rows in enumerate(stack.bytes):
-        expert = replace(stack, shape=shape, bytes=rows.view(shape[0], -1))
-        tensors[hf_name.format(number)] = expert
-    return tensors

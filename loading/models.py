@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from decoding.errors import UserError
 from loading.files import Expected, stored_dtype
+from loading.options import DTYPES
 from loading.plain_files import error_prefix
 from loading.stored import Stored, in_floats
 from loading.weight_names import pieces, sources
@@ -39,13 +40,13 @@ from weights import formats, walker
 from weights.linears import LinearParts, QuantizedLinear
 from weights.schemes import check_head
 
-DTYPES = ("BF16", "F16", "F32", "F64")  # stored types that weights can be read from
+FLOAT_TYPES = ("BF16", "F16", "F32", "F64")  # stored types that weights can be read from
 
 
 def expected_tensors(config: Config, model: Transformer) -> dict[str, Expected]:
     """Hugging Face name -> shape and supported types of every tensor that the model needs."""
     return {
-        source: (tuple(part.shape), DTYPES if is_plain(name) else (stored_dtype(part.dtype),))
+        source: (tuple(part.shape), FLOAT_TYPES if is_plain(name) else (stored_dtype(part.dtype),))
         for name, parameter in model.named_parameters()
         for source, part in pieces(config, name, parameter)
     }
@@ -161,8 +162,8 @@ def load_parameters(
 
 def plain_dtype(requested: str | None, stored: str | None) -> torch.dtype:
     """The dtype of weights that are not quantized: the requested one, or the checkpoint's own where
-    it is one that we compute in, else bfloat16."""
-    default = stored if stored in ("bfloat16", "float16", "float32") else "bfloat16"
+    it is one of those to choose from, else bfloat16."""
+    default = stored if stored in DTYPES else "bfloat16"
     return getattr(torch, requested or default)
 
 

@@ -27,7 +27,7 @@ from cli.errors import exit_on_error
 from cli.flags import FLAGS, Parser
 from cli.report import attended_bytes, position_bytes, stored_bytes, weight_bytes
 from decoding.errors import UserError
-from loading.checkpoint import Checkpoint, find_layouts, read_config
+from loading.checkpoint import Checkpoint, foreign_layouts, read_config
 from loading.files import read_config_json
 from loading.folder import own_layouts
 from loading.models import check_shards, empty_model, same_schemes
@@ -95,7 +95,7 @@ def storage(path: Path, quantize: str | None) -> Source:
     schemes = same_schemes(config, layouts.block_scheme, layouts.head_scheme)
     linears = list(schemes)
     schemes |= dict.fromkeys(kept_matrices(hf, file, linears))
-    if layouts.block_scheme is None and find_layouts(hf) is not None:
+    if layouts.block_scheme is None and foreign_layouts(hf) is not None:
         method = hf["quantization_config"]["quant_method"]
         if method == "mxfp4":  # of all experts of gpt-oss
             schemes = {name: "mxfp4" if ".experts." in name else None for name in schemes}

@@ -1036,7 +1036,7 @@ def test_config_alone_still_refuses():
     precision."""
     with pytest.raises(ValueError, match="quantization_config"):
         config_from_hf({**HF, "quantization_config": gptq_config()})
-    assert checkpoint.find_layouts(HF) is None
+    assert checkpoint.foreign_layouts(HF) is None
 
 
 # --------------------------------------------------------------- what other programs make of ours

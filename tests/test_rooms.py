@@ -24,11 +24,11 @@ ROOMS = {
         [
             "loading/quantized",
             "loading/gguf.py",
-            "loading/gguf_metadata.py",
+            "loading/gguf_folder.py",
             "loading/gguf_vocabulary.py",
         ],
         ["--checkpoint", "a.gguf"],
-        "loading.gguf_metadata",
+        "loading.gguf_folder",
     ),
     "caches": (["decoding/kv_8bit.py"], ["--kv_cache_dtype", "int8"], "decoding.kv_8bit"),
     "gpu": (["weights/gpu.py"], ["--quantize", "mxfp4"], "weights.gpu"),

@@ -1,7 +1,7 @@
 """config.json's quantization_config -> the Layouts of another program's weights.
 
     find_layouts    the Layouts of a folder, by the quant_method of its quantization_config
-    Layouts         asked for a module, it says in which Layout its matrix is stored
+    ForeignLayouts  asked for a module, it says in which Layout its matrix is stored
     METHODS         the table of all methods, at the end of this file
 
 A method has up to two functions. One turns settings into a Layout. The other is for programs that
@@ -61,7 +61,7 @@ class Method(NamedTuple):
     of_module: Callable[[dict, list[str]], dict] = lambda settings, names: settings
 
 
-class Layouts(NamedTuple):
+class ForeignLayouts(NamedTuple):
     """folder.Layouts of another program."""
 
     settings: dict
@@ -109,6 +109,23 @@ class Layouts(NamedTuple):
                 name = outer + dotted.removeprefix(inner)
                 names.append(name.removesuffix("."))
         return names
+
+
+def find_layouts(hf: dict) -> ForeignLayouts:
+    """The Layouts of a config.json's quantization_config. UserError for unsupported settings."""
+    settings = hf.get(ENTRY)
+    if not isinstance(settings, dict):
+        raise refused(f"config.json: {ENTRY}", settings, "is not supported")
+    method = settings.get("quant_method")
+    is_gpt_oss = hf.get("model_type") == "gpt_oss"
+    check(settings, quant_method=tuple(name for name in METHODS if name != "mxfp4" or is_gpt_oss))
+    family = family_of(hf)
+    layouts = ForeignLayouts(settings, METHODS[method], family.prefixes if family else {})
+    layouts.of("")  # refuses the settings of modules that have none of their own
+    return layouts
+
+
+# ------------------------------------------------------------------------------ checks of settings
 
 
 def check(settings: dict, entry: str = ENTRY, **supported_by_key: tuple) -> None:
@@ -160,18 +177,7 @@ def read_names(settings: dict, key: str) -> list[str]:
     return names
 
 
-def find_layouts(hf: dict) -> Layouts:
-    """The Layouts of a config.json's quantization_config. UserError for unsupported settings."""
-    settings = hf.get(ENTRY)
-    if not isinstance(settings, dict):
-        raise refused(f"config.json: {ENTRY}", settings, "is not supported")
-    method = settings.get("quant_method")
-    is_gpt_oss = hf.get("model_type") == "gpt_oss"
-    check(settings, quant_method=tuple(name for name in METHODS if name != "mxfp4" or is_gpt_oss))
-    family = family_of(hf)
-    layouts = Layouts(settings, METHODS[method], family.prefixes if family else {})
-    layouts.of("")  # refuses the settings of modules that have none of their own
-    return layouts
+# ------------------------------------------------------------------------------------ the methods
 
 
 def gptq_override(settings: dict, names: list[str]) -> dict:

@@ -129,7 +129,7 @@ TESTS = {
     "loading/families.py": "config checkpoint families model",
     "loading/files.py": "checkpoint families faults prompt_cache",
     "loading/gguf.py": "gguf",
-    "loading/gguf_metadata.py": "gguf",
+    "loading/gguf_folder.py": "gguf",
     "loading/gguf_vocabulary.py": "gguf",
     "loading/hub.py": "hub -m 'not real'",
     "loading/quantization.py": "checkpoint floats errors quantized_folders",

@@ -1,15 +1,20 @@
-"""A GGUF file's keys -> config.json, by which its model is then read like a folder's.
+"""A GGUF file as a Hugging Face folder: its config.json and its tensors. All that is read from a
+folder is then read from it in the same way.
 
-    GgufModel    a file with the interface of a folder: its config.json and its tensors
+    GgufModel    a file, with the interface of folder.Folder
     hf_config    its config.json: the keys of its architecture by config.json's names, RoPE's
                  scaling, and flags of what its tensors show that it has
+    hf_tensors   its tensors by Hugging Face names, a stack of experts one by one
 
-The tables of families.py say what a key is called on both sides and which values a family accepts;
-gguf_vocabulary.py reads the keys of the tokenizer. Source: llama.cpp, conversion/.
+The tables of families.py say what a key is called on both sides and which values a family accepts,
+weight_names.py what a tensor is called; gguf_vocabulary.py reads the keys of the tokenizer. Source:
+llama.cpp, conversion/.
 """
 
 import math
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -24,8 +29,6 @@ from loading.gguf import (
     Entries,
     GgufFile,
     common_value,
-    hf_tensors,
-    model_type_of,
     open_model,
     parts_of,
 )
@@ -33,6 +36,7 @@ from loading.gguf_vocabulary import special_ids
 from loading.models import dtype_name
 from loading.plain_files import error_prefix, refused
 from loading.stored import Stored
+from loading.weight_names import hf_by_gguf
 
 # Keys that every file must have, besides those from which hf_config finds the size of a head.
 REQUIRED = """
@@ -61,6 +65,8 @@ HARMLESS = {
     "rope.scaling.yarn_attn_factor": (1,),
     "rope.scaling.yarn_ext_factor": (1, -1),
 }
+# Tensors that config.json holds as a RoPE scaling.
+ROPE_TENSORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 
 
 class GgufModel:
@@ -91,6 +97,22 @@ class GgufModel:
 
     def as_stored(self, tensor: Blocks) -> Stored:
         return tensor.as_stored()
+
+
+# ------------------------------------------------------------------------------------ config.json
+
+
+def model_type_of(keys: dict[str, object]) -> str:
+    """The family of a file. Of families that share an architecture, the last one whose `arch_key`
+    the file holds."""
+    architecture = keys.get("general.architecture")
+    for model_type, family in reversed(FAMILIES.items()):
+        has_key = not family.arch_key or keys.get(f"{architecture}.{family.arch_key}")
+        if family.arch == architecture and has_key:
+            return model_type
+    supported = ", ".join(sorted({family.arch for family in FAMILIES.values()} - {""}))
+    reason = f"is not supported; supported: {supported}"
+    raise refused("general.architecture", architecture, reason)
 
 
 def hf_config(model: GgufFile) -> dict:
@@ -267,3 +289,50 @@ def llama3_scaling(stored: Blocks, head_dim: int, theta: float) -> dict:
         "high_freq_factor": high,
         "original_max_position_embeddings": length,
     }
+
+
+# ---------------------------------------------------------------------------------------- tensors
+
+
+def hf_tensors(model: GgufFile) -> dict[str, Blocks]:
+    """The tensors of a model by Hugging Face names."""
+    family = FAMILIES[model_type_of(model.keys)]
+    hf_modules = hf_by_gguf(family)
+    norm_offset = family.fields.get("norm_offset", 0.0)
+    heads = {}
+    if family.permutes_heads:
+        key = f"{family.arch}.attention.head_count"
+        heads["attn_q"] = int(model.keys.number(key))
+        heads["attn_k"] = int(model.keys.number(f"{key}_kv", heads["attn_q"]))
+    tensors = {}
+    for name, blocks in model.tensors.items():
+        match = re.fullmatch(r"(?s)(blk\.\d+\.)?(.*?)(\.\w+)?", name)
+        layer, module, part = match.groups("")
+        if module in ROPE_TENSORS:
+            continue
+        # The sinks, and the selection bias of experts, are parameters of Hugging Face's modules.
+        part = {"attn_sinks": ".sinks", "exp_probs_b": ""}.get(module, part)
+        offset = norm_offset if module.endswith("norm") else 0.0
+        blocks = replace(blocks, offset=offset, heads=heads.get(module, 0))
+        layer = layer.replace("blk.", "model.layers.")
+        hf_name = f"{layer}{hf_modules.get(module, module)}{part}"
+        # Matrices of one row, stored as vectors; the second is ERNIE's bias.
+        if module == "ffn_gate_inp_shexp" or "moe_statics" in hf_name:
+            shape = (1, blocks.shape[-1])
+            blocks = replace(blocks, shape=shape, bytes=blocks.bytes.view(1, -1))
+        # ffn_norm and post_attention_norm are one norm's names, of models that have either.
+        if module.endswith("norm") and hf_name in tensors:
+            raise UserError(f"tensor {name!r} stands for {hf_name}, as another does")
+        has_experts = "{}" in hf_name and len(blocks.shape) == (3 if part == ".weight" else 2)
+        tensors |= experts_of(hf_name, blocks) if has_experts else {hf_name: blocks}
+    return tensors
+
+
+def experts_of(hf_name: str, stack: Blocks) -> dict[str, Blocks]:
+    """The tensors of a stack of experts, whose numbers replace {} in their names."""
+    shape = stack.shape[1:]
+    tensors = {}
+    for number, rows in enumerate(stack.bytes):
+        expert = replace(stack, shape=shape, bytes=rows.view(shape[0], -1))
+        tensors[hf_name.format(number)] = expert
+    return tensors
