@@ -101,14 +101,14 @@ def message_forms(
     earlier = []
     for no_text in ({}, {"content": None}, {"content": ""}):
         for arguments in (parse_arguments, write_arguments, wrap_arguments):
-            write = functools.partial(written, developer, content_form, no_text, arguments)
+            write = functools.partial(write_message, developer, content_form, no_text, arguments)
             form = list(map(write, messages))
             if form not in earlier:
                 earlier.append(form)
                 yield form
 
 
-def written(
+def write_message(
     developer: str,
     content_form: Callable[[object], object],
     no_text: dict,

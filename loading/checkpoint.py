@@ -115,8 +115,8 @@ class Checkpoint:
     @cached_property
     def spare_tensors(self) -> dict[str, object]:
         """Those of `text_tensors` that the folder's index does not name."""
-        index = self.storage.index
-        unnamed = {name: self.tensors[name] for name in self.tensors if index and name not in index}
+        index = self.storage.index or self.tensors
+        unnamed = {name: self.tensors[name] for name in self.tensors.keys() - index.keys()}
         return text_model_tensors(unnamed, family_of(self.hf), self.config.n_layers)
 
     @cached_property

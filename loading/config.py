@@ -472,12 +472,12 @@ def longrope_fields(rope: Section, rope_dim: int, max_length: int) -> dict:
     default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return {
         "rope_original_length": original,
-        "rope_short": stretches(rope, "short_factor", rope_dim // 2),
-        "rope_long": stretches(rope, "long_factor", rope_dim // 2),
+        "rope_short": read_stretches(rope, "short_factor", rope_dim // 2),
+        "rope_long": read_stretches(rope, "long_factor", rope_dim // 2),
         "rope_attention_factor": rope.number("attention_factor", default),
     }
 
 
-def stretches(rope: Section, key: str, num_pairs: int) -> tuple[float, ...]:
+def read_stretches(rope: Section, key: str, num_pairs: int) -> tuple[float, ...]:
     values = rope.entries(key, num_pairs, "pairs")
     return tuple(Section({key: value}).number(key) for value in values)

@@ -209,10 +209,10 @@ def check_headers(
     wrong = []
     for name in expected.keys() & tensors.keys():
         shape, dtypes = expected[name]
-        stored_shape = tuple(tensors[name].get_shape())
+        stored_shape = [*tensors[name].get_shape()]
         dtype = tensors[name].get_dtype()
-        if stored_shape != shape:
-            wrong.append(f"{name} is {list(stored_shape)} instead of {list(shape)}")
+        if stored_shape != [*shape]:
+            wrong.append(f"{name} is {stored_shape} instead of {[*shape]}")
         elif dtype not in dtypes:
             wrong.append(f"{name} is of type {dtype}; {', '.join(dtypes)} can be read")
     problems = {"missing": absent, "unexpected": extra, "misshapen": wrong}

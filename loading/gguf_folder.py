@@ -152,7 +152,7 @@ def hf_config(model: GgufFile) -> dict:
         "rope_theta": values.number("rope.freq_base", 10000.0),
         "dtype": dtype_name(dtype),
     }
-    hf |= translated(values, tensors, family)
+    hf |= translate_keys(values, tensors, family)
     hf["num_hidden_layers"] -= values.number("nextn_predict_layers", 0)
     hf["sliding_window"] = hf.get("sliding_window") or None
     hf["rope_scaling"] = rope_scaling(values, tensors, hf)
@@ -167,7 +167,7 @@ def hf_config(model: GgufFile) -> dict:
     return hf | family.hf_keys(values.get, hf)
 
 
-def translated(values: Entries, tensors: Mapping[str, Blocks], family: Family) -> dict:
+def translate_keys(values: Entries, tensors: Mapping[str, Blocks], family: Family) -> dict:
     """The keys that the family reads, under config.json's names. UserError for a key that is
     missing, that would change the arithmetic, or that is unknown."""
     own_names = {EXPERT_NAMES.get(key, key): key for key in family.experts}

@@ -68,11 +68,9 @@ class TokenizersRuntime(Runtime):
         if ids and self.bos_id is None:
             self.bos_id = ids[0]
             self.leading_ids = ids[:1]
-        if add_bos is not None:
-            self.add_bos = bool(add_bos)
-            return
-        self.add_bos = bool(ids)
-        self.leading_ids = ids or self.leading_ids
+        if add_bos is None:
+            self.leading_ids = ids or self.leading_ids
+        self.add_bos = bool(ids if add_bos is None else add_bos)
 
     def encode(self, text: str, parse_special: bool = False) -> list[int]:
         self._model.encode_special_tokens = not parse_special
