@@ -194,17 +194,16 @@ def checked_source(
     Folder. UserError names a tensor or a setting that cannot be read."""
     tensors = {name: tensors[name] for name in tensors if not name.endswith(layouts.unused)}
     model = empty_model(config, torch.float32)
-    headers = expected_tensors(config, model)
-    names = [*headers]
+    floats = expected_tensors(config, model)  # all in full precision
     linears = [name for name, _ in named_linears(model)]
     stacks = [sources(config, f"{name}.weight") for name in ("embed", *linears)]
     with error_prefix(path):
-        matrices = find_matrices(layouts, tensors, headers, stacks, config.tie_embeddings)
-        expect_quantized(headers, matrices)
+        matrices = find_matrices(layouts, tensors, floats, stacks, config.tie_embeddings)
+        headers = with_quantized(floats, matrices)
         drop_zeros(headers, tensors, matrices.values(), layouts.zeros)
         check_headers(path, headers, tensors, config.tie_embeddings, spare)
         quantized = stored_matrices(matrices)
-    stored = {name: quantized.get(name) or as_stored(tensors[name]) for name in names}
+    stored = {name: quantized.get(name) or as_stored(tensors[name]) for name in floats}
     notes = {m.layout.note for m in matrices.values()}
     is_fixed = layouts.is_fixed and bool(matrices)
     heads = sources(config, "lm_head.weight")
@@ -213,11 +212,13 @@ def checked_source(
     return Source(config, linears, stored, tuple(sorted(filter(None, notes))), scheme, is_fixed)
 
 
-def expect_quantized(headers: dict[str, Expected], matrices: dict[str, Matrix]) -> None:
-    """Put the headers of quantized matrices in place of their weights'."""
-    for weight, m in matrices.items():
-        del headers[weight]
-        headers |= {f"{m.name}.{part}": header for part, header in m.layout.tensors(m).items()}
+def with_quantized(floats: dict[str, Expected], matrices: dict[str, Matrix]) -> dict[str, Expected]:
+    """The headers of a folder: those of its quantized matrices stand in place of their weights'."""
+    return {weight: header for weight, header in floats.items() if weight not in matrices} | {
+        f"{m.name}.{part}": header
+        for m in matrices.values()
+        for part, header in m.layout.tensors(m).items()
+    }
 
 
 def drop_zeros(
@@ -234,7 +235,7 @@ def drop_zeros(
 def find_matrices(
     layouts: Layouts,
     tensors: dict,
-    headers: dict[str, Expected],
+    floats: dict[str, Expected],
     stacks: list[list[str]],
     tied: bool,
 ) -> dict[str, Matrix]:
@@ -251,7 +252,7 @@ def find_matrices(
                 continue
             keys.add(layout.key)
             if f"{name}.{layout.key}" in tensors:
-                (rows, columns), _ = headers[weight]
+                (rows, columns), _ = floats[weight]
                 matrices[weight] = Matrix(name, rows, columns, tensors, layout)
         quantized = [matrices[weight] for weight in stack if weight in matrices]
         plain = [weight for weight in stack if weight not in matrices]

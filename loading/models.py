@@ -223,9 +223,9 @@ def quantize_into(
         return
     begin = 0
     for number, (source, one) in enumerate(zip(names, stored, strict=True)):
-        weight = shard(one.weight(), spec, number, config, ranks, is_stacked=len(names) == 1)
-        weight = weight.to(device)
-        if len(names) == 1 and len(weight) < linear.out_features:  # a vocabulary's padding
+        is_stacked = len(names) == 1
+        weight = shard(one.weight(), spec, number, config, ranks, is_stacked).to(device)
+        if is_stacked and len(weight) < linear.out_features:  # a vocabulary's padding
             weight = F.pad(weight, (0, 0, 0, linear.out_features - len(weight)))
         row_max = None
         if has_split_rows and format.scope == "row_max":

@@ -25,7 +25,7 @@ from decoding.errors import UserError
 from loading.chat_messages import first_text, join_parts, message_forms
 from loading.chat_templates import ChatTemplate, load_chat_template, read_chat_template
 from loading.plain_files import error_prefix, file_exists, is_gguf, plain_file
-from loading.tokenizers.base import APART, Runtime, library_errors
+from loading.tokenizers.base import APART, Runtime, library_errors, replace_surrogates
 from loading.tokenizers.ranks import (
     HUNYUAN_FILE,
     RanksRuntime,
@@ -218,11 +218,6 @@ class Tokenizer:
             f"{self.folder}: the text holds the token {name!r}, whose id {id} lies outside the"
             f" model's vocabulary of {self.vocab_size}"
         )
-
-
-def replace_surrogates(text: str) -> str:
-    """The text with a question mark for each lone surrogate, which UTF-8 cannot encode."""
-    return text.encode("utf-8", errors="replace").decode()
 
 
 def load_tokenizer(

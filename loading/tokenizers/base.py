@@ -88,6 +88,11 @@ def end_ids(ids: Mapping[str, int]) -> set[int]:
     return {ids[name] for name in names if name in ids}
 
 
+def replace_surrogates(text: str) -> str:
+    """The text with a question mark for each lone surrogate, which UTF-8 cannot encode."""
+    return text.encode(errors="replace").decode()
+
+
 def byte_of(piece: str) -> bytes | None:
     """The byte of a piece such as <0x0A>; None for other pieces."""
     match = re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)

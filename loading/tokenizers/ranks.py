@@ -60,13 +60,6 @@ TEKKEN_NAMES = """
 [/SYSTEM_PROMPT] [TOOL_CONTENT]
 """
 
-# GPT-2's printable characters for bytes: printable Latin-1 for itself, characters from 256 on for
-# the other 68.
-PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-UNPRINTABLE = [byte for byte in range(256) if byte not in PRINTABLE]
-BYTE_OF_CHAR = {chr(byte): byte for byte in PRINTABLE}
-BYTE_OF_CHAR |= {chr(256 + index): byte for index, byte in enumerate(UNPRINTABLE)}
-
 
 class Ranks(NamedTuple):
     """A vocabulary as a file has it."""

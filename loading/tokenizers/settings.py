@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 
 from decoding.errors import UserError
 from loading.plain_files import error_prefix, read_json, refused, short_repr
+from loading.tokenizers.base import replace_surrogates
 
 MAX_ID = 2**24  # real vocabularies stay far below
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # of an added token
@@ -23,21 +24,17 @@ LLAMA_CLASSES = (
 )
 
 
-def is_name(value: object) -> bool:
-    """Is it a text, without lone surrogates?"""
-    return isinstance(value, str) and value.encode(errors="replace").decode() == value
-
-
 def added_token(value: str | dict, special: bool = True) -> AddedToken:
     """A token that is a name, or an object such as {"content": name, "lstrip": true}. UserError
     without a name."""
     token = value if isinstance(value, dict) else {"content": value}
-    if not is_name(token.get("content")):
+    name = token.get("content")
+    if not isinstance(name, str) or replace_surrogates(name) != name:
         raise UserError(
             f"{short_repr(value)} is no token: give its name, or an object with its content"
         )
     flags = {flag: bool(token[flag]) for flag in FLAGS if flag in token}
-    return AddedToken(token["content"], special=special, **flags)
+    return AddedToken(name, special=special, **flags)
 
 
 class TokenizerSettings:

@@ -10,8 +10,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 
 from loading.plain_files import refused
 from loading.tokenizers.base import APART, Runtime, byte_of, library_errors
-from loading.tokenizers.ranks import BYTE_OF_CHAR
 from loading.tokenizers.settings import TokenizerSettings
+
+# GPT-2's printable characters for bytes: a printable byte's own, and those from 256 on, in order,
+# for the others.
+BYTE_CHARS = sorted(pre_tokenizers.ByteLevel.alphabet())
+PRINTABLE_FIRST = sorted(range(256), key=lambda byte: chr(byte) not in BYTE_CHARS)
+BYTE_OF_CHAR = dict(zip(BYTE_CHARS, PRINTABLE_FIRST))
 
 
 class TokenizersRuntime(Runtime):
