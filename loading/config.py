@@ -352,21 +352,27 @@ def rope_fields(hf: Section, family: Family, head_dim: int, max_length: int) -> 
     return fields
 
 
-def stored_rope(hf: Section, family: Family) -> tuple[Section, Section]:
-    """RoPE's object, by either of its names, or the family's default; and that of layers with
-    sliding windows, which has at most a theta of its own."""
+def rope_object(hf: Section, family: Family) -> tuple[str, dict]:
+    """RoPE's object, which has one name in v4 and another in v5, or the family's default; and its
+    name."""
     # An empty object of v5 scales nothing, and an empty one of v4 says nothing, as in transformers.
     v5 = hf.get("rope_parameters")
     v4 = hf.get("rope_scaling") or None
-    objects = Section({"rope_parameters": v5 or None, "rope_scaling": v4})
-    stored = objects.agreed("rope_parameters", objects, "rope_scaling")
-    if stored is None:
-        stored = v5
-    name = "rope_scaling" if v5 is None else "rope_parameters"
+    if v5 and v4:
+        hf.agreed("rope_parameters", hf, "rope_scaling")
+    name = "rope_parameters" if v5 or v4 is None else "rope_scaling"
+    stored = hf.get(name)
     if stored is None:
         stored = family.default_rope
     if not isinstance(stored, dict):
         raise hf.refused(name, "must be an object")
+    return name, stored
+
+
+def stored_rope(hf: Section, family: Family) -> tuple[Section, Section]:
+    """RoPE's object, and that of layers with sliding windows, which has at most a theta of its
+    own."""
+    name, stored = rope_object(hf, family)
     local = Section({"rope_theta": hf.get("rope_local_base_freq")})
     if family.sliding_rope_type and "full_attention" in stored:
         sliding = stored.get("sliding_attention") or {}

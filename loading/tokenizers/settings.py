@@ -55,9 +55,8 @@ class TokenizerSettings:
         )
         size = self.config.get("vocab_size")  # an invalid one is refused where the model is read
         self.model_vocab_size = size if type(size) is int and size > 0 else MAX_ID
-        own_tokens = self.get("extra_special_tokens")  # of a model: by key, or a list
-        if not isinstance(own_tokens, dict):
-            own_tokens = {}
+        extra_tokens = self.get("extra_special_tokens")  # of a model: by key, or a list
+        own_tokens = extra_tokens if isinstance(extra_tokens, dict) else {}
         with error_prefix(f"{folder}/tokenizer_config.json or special_tokens_map.json"):
             self.token_by_key = {
                 key: added_token(value)
