@@ -119,10 +119,10 @@ class ChatTemplate:
             )
         unused = sorted(variables.keys() - self.names_read)
         if unused:
-            others = sorted(self.names_read - self.variables.keys() - set(ALWAYS_GIVEN))
+            readable = sorted(self.names_read - self.variables.keys() - set(ALWAYS_GIVEN))
             raise UserError(
                 f"chat_template_kwargs: the chat template does not read {', '.join(unused):.200};"
-                f" it reads {', '.join(others) or 'none':.500}"
+                f" it reads {', '.join(readable) or 'none':.500}"
             )
 
     def render(
@@ -159,10 +159,10 @@ class ChatTemplate:
         messages = [dict(message) for message in variables["messages"]]
         messages[number]["content"] = with_more(messages[number]["content"])
         try:
-            other = self.program.render(variables | {"messages": messages})
+            changed_text = self.program.render(variables | {"messages": messages})
         except Exception:
             return
-        if other == text:
+        if changed_text == text:
             role = messages[number].get("role")
             raise LossError(
                 f"messages[{number}], role {short_repr(role)}: the chat template leaves out its"

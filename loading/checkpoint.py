@@ -154,7 +154,7 @@ class Checkpoint:
         )
         stored = source.tensors
         if self.adapter is not None:
-            if source.keeps_plain or not all(one.is_float for one in stored.values()):
+            if source.keeps_plain or not all(tensor.is_float for tensor in stored.values()):
                 raise UserError(
                     f"--adapter {self.adapter}: {self.path} is stored quantized; merge into the"
                     f" original weights"
@@ -208,8 +208,8 @@ class Checkpoint:
             model = load_weights(model, source.tensors, ranks, pack, bar.update)
         if ranks.rank == 0:
             near, reason = source.nearest
-            again = [f"{reason}; quantized again to {quantize or near}"] if near else []
-            for note in filter(None, (*source.notes, plain_note(source, schemes), *again)):
+            requantized = [f"{reason}; quantized again to {quantize or near}"] if near else []
+            for note in filter(None, (*source.notes, plain_note(source, schemes), *requantized)):
                 print(f"{self.path}: {note}", file=sys.stderr)
         return model
 
@@ -222,9 +222,9 @@ class Checkpoint:
     def stored_scheme(self) -> str | None:
         """The scheme, or the other program's quant_method, in its config.json; None for full
         precision."""
-        own = own_layouts(self.hf, self.config_file)
+        layouts = own_layouts(self.hf, self.config_file)
         quantization_config = self.hf.get("quantization_config") or {}
-        return own.block_scheme or quantization_config.get("quant_method")
+        return layouts.block_scheme or quantization_config.get("quant_method")
 
     def fingerprints(self) -> dict[str, str]:
         """Hashes of config.json, of the tensors and of the adapter.

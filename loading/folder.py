@@ -207,7 +207,7 @@ def checked_source(
     notes = {m.layout.note for m in matrices.values()}
     is_fixed = layouts.is_fixed and bool(matrices)
     heads = sources(config, "lm_head.weight")
-    schemes = {one.scheme for weight, one in quantized.items() if weight not in heads}
+    schemes = {tensor.scheme for weight, tensor in quantized.items() if weight not in heads}
     scheme = schemes.pop() if is_fixed and len(schemes) == 1 else None
     return Source(config, linears, stored, tuple(sorted(filter(None, notes))), scheme, is_fixed)
 

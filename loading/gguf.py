@@ -152,16 +152,16 @@ def block_type(number: int) -> BlockType:
     try:
         import gguf
 
-        theirs = gguf.GGMLQuantizationType(number)
-        num_weights, num_bytes = gguf.GGML_QUANT_SIZES[theirs]
-        gguf.quants.dequantize(numpy.zeros((1, num_bytes), numpy.uint8), theirs)
+        ggml_type = gguf.GGMLQuantizationType(number)
+        num_weights, num_bytes = gguf.GGML_QUANT_SIZES[ggml_type]
+        gguf.quants.dequantize(numpy.zeros((1, num_bytes), numpy.uint8), ggml_type)
     except ImportError:
         raise UserError(
             f"type {number} is read by the gguf package, which is missing: pip install gguf"
         ) from None
     except (ValueError, LookupError, NotImplementedError) as error:  # the package's own words
         raise UserError(one_line(error)) from None
-    return BlockType(theirs.name, num_weights, num_bytes)
+    return BlockType(ggml_type.name, num_weights, num_bytes)
 
 
 @dataclass(frozen=True)
@@ -223,11 +223,11 @@ def dequantize_by_package(block_type: BlockType, rows: Tensor) -> Tensor:
     """In chunks, because the package takes several times the memory of the weights."""
     import gguf
 
-    theirs = gguf.GGMLQuantizationType[block_type.name]
+    ggml_type = gguf.GGMLQuantizationType[block_type.name]
     num_columns = rows.size(1) // block_type.num_bytes * block_type.num_weights
     weights = torch.empty(len(rows), num_columns)
     for chunk in row_chunks(*weights.shape):
-        dequantized = gguf.quants.dequantize(rows[chunk].numpy(), theirs)
+        dequantized = gguf.quants.dequantize(rows[chunk].numpy(), ggml_type)
         weights[chunk] = torch.from_numpy(dequantized)
     return weights
 
@@ -396,12 +396,12 @@ def parts_of(path: Path, keys: Entries) -> list[Path]:
     NAME-00001-of-00003.gguf and so on."""
     with error_prefix(path):
         count = int(keys.number("split.count", 1))
-    first = f"-00001-of-{count:05d}.gguf"
+    suffix = f"-00001-of-{count:05d}.gguf"
     if count < 2:
         return [path]
-    if not path.name.endswith(first):
-        raise UserError(f"{path}: one of {count} files; give the first, which ends in {first}")
-    stem = path.name.removesuffix(first)
+    if not path.name.endswith(suffix):
+        raise UserError(f"{path}: one of {count} files; give the first, which ends in {suffix}")
+    stem = path.name.removesuffix(suffix)
     return [path.with_name(f"{stem}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
 
 
@@ -409,8 +409,10 @@ def open_model(path: Path) -> GgufFile:
     """The keys of a model's first file, and the tensors of all."""
     model = parse(path)
     for file in parts_of(path, model.keys)[1:]:
-        others = parse(file).tensors
-        if twice := model.tensors.keys() & others.keys():
-            raise UserError(f"{file}: tensor {min(twice)} is in another part too: make both again")
-        model.tensors.update(others)
+        tensors = parse(file).tensors
+        if duplicates := model.tensors.keys() & tensors.keys():
+            raise UserError(
+                f"{file}: tensor {min(duplicates)} is in another part too: make both again"
+            )
+        model.tensors.update(tensors)
     return model

@@ -131,12 +131,12 @@ def hf_config(model: GgufFile) -> dict:
     if not tensors:
         raise UserError("the file has a vocabulary and no tensors; give the model's file")
     prefix = f"{family.arch}."
-    own = {
+    values_by_key = {
         key.removeprefix(prefix): common_value(key, value)
         for key, value in model.keys.items()
         if key.startswith(prefix)
     }
-    values = Entries(f"key {prefix}", own)
+    values = Entries(f"key {prefix}", values_by_key)
     hidden_size = values.number("embedding_length")
     num_heads = values.number("attention.head_count")
     head_dim = values.number("attention.key_length", max(1, hidden_size // num_heads))

@@ -150,10 +150,10 @@ def load_parameters(
         has_floats = is_plain(name)
         stored_name = name if has_floats else f"{module}.weight"
         stored = [tensors[source] for source in sources(config, stored_name)]
-        if has_floats or all(one.scheme == linear.scheme for one in stored):
+        if has_floats or all(tensor.scheme == linear.scheme for tensor in stored):
             targets = pieces(config, name, parameter, ranks)
-            for number, (one, (_, rows)) in enumerate(zip(stored, targets, strict=True)):
-                values = one.weight(rows.dtype) if has_floats else one.part(part)
+            for number, (tensor, (_, rows)) in enumerate(zip(stored, targets, strict=True)):
+                values = tensor.weight(rows.dtype) if has_floats else tensor.part(part)
                 fill_shard(rows, values, spec, number, config, ranks, len(stored) == 1)
         elif part == "codes":  # of its parts the first to come: this fills all of them
             quantize_into(linear, module, config, stored, ranks)
@@ -216,15 +216,15 @@ def quantize_into(
     has_split_rows = spec.dim == 1 and ranks.world > 1
     if format.scope == "matrix" or (has_split_rows and format.scope == "rows"):
         # A scale depends on the weights of all ranks.
-        weight = torch.cat([one.weight() for one in stored]).to(device)  # (out, in)
+        weight = torch.cat([tensor.weight() for tensor in stored]).to(device)  # (out, in)
         parts = quantized_parts(names[0], weight, linear.scheme)
         for part_name, part in parts.items():
             fill_shard(getattr(linear, part_name), part, spec, 0, config, ranks, is_stacked=True)
         return
     begin = 0
-    for number, (source, one) in enumerate(zip(names, stored, strict=True)):
+    for number, (source, tensor) in enumerate(zip(names, stored, strict=True)):
         is_stacked = len(names) == 1
-        weight = shard(one.weight(), spec, number, config, ranks, is_stacked).to(device)
+        weight = shard(tensor.weight(), spec, number, config, ranks, is_stacked).to(device)
         if is_stacked and len(weight) < linear.out_features:  # a vocabulary's padding
             weight = F.pad(weight, (0, 0, 0, linear.out_features - len(weight)))
         row_max = None

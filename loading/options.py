@@ -145,8 +145,8 @@ class DraftOptions:
         folder = self.head_folder(target)
         if folder is None:
             return self.source
-        first, _ = MTP_SPEC.fullmatch(self.spec).groups("")
-        return f"{first}mtp:{folder}"
+        spec, _ = MTP_SPEC.fullmatch(self.spec).groups("")
+        return f"{spec}mtp:{folder}"
 
 
 # How users write the specs of --draft, by their names. drafts.registry has the DraftSource that

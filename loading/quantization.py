@@ -36,7 +36,7 @@ def choose_schemes(
         stored = source.of(name)
         if name == "lm_head":
             schemes |= choose_parts(name, stored, head_scheme, None)
-        elif source.keeps_plain and all(one.is_float for one in stored):
+        elif source.keeps_plain and all(tensor.is_float for tensor in stored):
             schemes[name] = None
         else:
             schemes |= choose_parts(name, stored, quantize, near)
@@ -47,15 +47,17 @@ def plain_note(source: Source, schemes: Mapping[str, str | None]) -> str:
     """What a user should know of tensors that are stored quantized and load, with these schemes, as
     plain weights: no scheme holds them or what they are fused with, or they are an embedding."""
     quantized_ids = {
-        id(one) for name, scheme in schemes.items() if scheme for one in source.of(name)
+        id(tensor) for name, scheme in schemes.items() if scheme for tensor in source.of(name)
     }
     expanded = [
-        one for one in source.tensors.values() if not (one.is_float or id(one) in quantized_ids)
+        tensor
+        for tensor in source.tensors.values()
+        if not (tensor.is_float or id(tensor) in quantized_ids)
     ]
     if not expanded:
         return ""
-    num_bytes = 2 * sum(math.prod(one.shape) for one in expanded)
-    counts = collections.Counter(one.stored_type or one.scheme for one in expanded)
+    num_bytes = 2 * sum(math.prod(tensor.shape) for tensor in expanded)
+    counts = collections.Counter(tensor.stored_type or tensor.scheme for tensor in expanded)
     types = ", ".join(f"{count} in {name}" for name, count in sorted(counts.items()))
     return (
         f"tensors that are stored quantized load as plain weights, {num_bytes / 1e9:.3g} GB in 16"
@@ -64,16 +66,16 @@ def plain_note(source: Source, schemes: Mapping[str, str | None]) -> str:
 
 
 def choose_parts(
-    name: str, stored: Sequence[Stored], wanted: str | None, near: str | None
+    name: str, stored: Sequence[Stored], requested: str | None, near: str | None
 ) -> dict[str, str | None]:
-    """The scheme of one Linear, or those of its sources: the wanted one, the stored one, or `near`
-    for what no scheme holds."""
-    each = [wanted or one.scheme or (near if one.near else None) for one in stored]
-    if len({*each}) == 1:
-        return {name: each[0]}
+    """The scheme of one Linear, or those of its sources: the requested one, the stored one, or
+    `near` for what no scheme holds."""
+    schemes = [requested or tensor.scheme or (near if tensor.near else None) for tensor in stored]
+    if len({*schemes}) == 1:
+        return {name: schemes[0]}
     if "experts" in name:  # a Stack joins whole matrices: they have one scheme, or none
         return {name: near}
-    return {f"{name}.{i}": scheme for i, scheme in enumerate(each)}
+    return {f"{name}.{i}": scheme for i, scheme in enumerate(schemes)}
 
 
 def refuse_other_schemes(

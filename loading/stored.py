@@ -75,7 +75,7 @@ class Source(NamedTuple):
     @property
     def nearest(self) -> tuple[str | None, str]:
         """(scheme, reason) of tensors that no scheme holds: int8 rather than int4."""
-        inexact = [(one.near, one.reason) for one in self.tensors.values() if one.near]
+        inexact = [(tensor.near, tensor.reason) for tensor in self.tensors.values() if tensor.near]
         return min(inexact, key=lambda pair: pair[0] != "int8", default=(None, ""))
 
 

@@ -284,17 +284,17 @@ def open_runtime(folder: Path, settings: TokenizerSettings) -> Runtime:
     raise UserError(f"{folder}: neither tokenizer.model nor tokenizer.json, nor tekken.json")
 
 
-def copy_files(folder: Path, other: Path) -> None:
+def copy_files(folder: Path, target: Path) -> None:
     """Copy the FILES of a folder, or write those of a GGUF file, without their modes, which may be
     read-only."""
     if is_gguf(folder):
         from loading.gguf_vocabulary import write_files
 
-        return write_files(folder, other)
+        return write_files(folder, target)
     for file in sorted(
         {file for pattern in FILES for file in folder.glob(pattern) if file.is_file()}
     ):
-        copy = other / file.relative_to(folder)
+        copy = target / file.relative_to(folder)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copy)
 

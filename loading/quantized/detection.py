@@ -312,8 +312,8 @@ def compressed_layout(settings: dict) -> Layout:
     check(settings, transform_config=(None, {}))
     (scheme,) = settings["config_groups"].values()
     check(scheme, output_activations=(None,))
-    others = settings.get("kv_cache_scheme") or scheme.get("input_activations")
-    note = WEIGHTS_ONLY if others else ""
+    unread = settings.get("kv_cache_scheme") or scheme.get("input_activations")
+    note = WEIGHTS_ONLY if unread else ""
     format = scheme.get("format") or settings.get("format")
     check({"format": format}, format=("pack-quantized", *RENAMED, *UNPACKED))
     if format in RENAMED:
