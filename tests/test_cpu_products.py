@@ -168,7 +168,7 @@ def test_sums_of_digits_on_the_left_are_exact(with_tiles, M):
     packed = cpu.TransposedInt8(codes, scale)
     assert cpu.sums_exactly.__wrapped__(cpu.TransposedInt8)
     want = ((x.long() - 128) @ codes.T.long()).double() * scale
-    got = packed(x)
+    got = packed.run_kernel(x)
     assert got.shape == (M, 301) and got.is_contiguous()
     assert torch.allclose(got.double(), want, rtol=2**-22, atol=0)
 
@@ -300,7 +300,7 @@ def test_sums_of_7_bit_digits_are_exact(M):
     codes[0], codes[1] = 127, -127
     x = integers(M, 8191, low=0, high=128, seed=1, dtype=torch.uint8)
     x[0] = 127
-    got = cpu.FbgemmInt8(codes, torch.ones(300))(x)
+    got = cpu.FbgemmInt8(codes, torch.ones(300)).run_kernel(x)
     want = (x.long() - 64) @ codes.T.long()
     assert want.abs().max() > 2**24
     assert ((got.double() - want).abs() <= 2**-24 * want.abs()).all()
@@ -364,7 +364,7 @@ def test_sums_of_digits_are_exact(M):
     codes[0], codes[1] = 127, -127
     x = integers(M, 8192, low=0, high=256, seed=1, dtype=torch.uint8)
     x[0, :] = 255
-    got = PackedInt8(codes, torch.ones(300))(x)
+    got = PackedInt8(codes, torch.ones(300)).run_kernel(x)
     want = (x.long() - 128) @ codes.T.long()
     before = x.long() @ codes.T.long()
     assert ((got.double() - want).abs() <= 2**-24 * (want.abs() + before.abs())).all()
@@ -429,7 +429,7 @@ def test_digits_lose_less_than_a_bfloat16_result(small_is_large):
     assert x.float().abs().max() / x.float().square().mean().sqrt() > 0.98 * 128
     codes, scale = integers(96, 16384, seed=3), torch.ones(96)
     digits, step = to_digits(x)
-    got = from_digits(PackedInt8(codes, scale)(digits), step).double()
+    got = from_digits(PackedInt8(codes, scale).run_kernel(digits), step).double()
     want = x.double() @ codes.double().T
     error = (got - want).square().mean().sqrt() / want.square().mean().sqrt()
     assert error < 2**-9 / 3**0.5, error

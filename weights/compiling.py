@@ -61,12 +61,12 @@ _call_numbers = itertools.count()
 _modules: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()  # by handle
 
 
-def register_handle(module: nn.Module) -> Tensor:
-    """A number for a module that the compiler cannot trace: compiled code passes it to an operator
-    of LIBRARY."""
+def register_handle(module: nn.Module) -> None:
+    """Give a module that the compiler cannot trace a number, its buffer `handle`: compiled code
+    passes it to an operator of LIBRARY."""
     handle = next(_handles)
     _modules[handle] = module
-    return torch.tensor(handle)
+    module.register_buffer("handle", torch.tensor(handle), persistent=False)
 
 
 def module_of(handle: Tensor) -> nn.Module:

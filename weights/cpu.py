@@ -89,24 +89,58 @@ def _shape_of_transposed_product(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.size(0), weight.size(0))
 
 
+class RowKernel(nn.Module):
+    """A product of rows by a `kernel`, which runs in the numbers of rows of `row_split` alone."""
+
+    row_split = RowSplit()
+
+    def use_kernel(self, row_split: RowSplit, kernel_outputs: int) -> None:
+        """Let `run_kernel` run `kernel` on a CPU."""
+        self.row_split = row_split
+        self.kernel_outputs = kernel_outputs
+        register_handle(self)
+
+    @property
+    def batch_invariant_rows(self) -> int:
+        """The largest number of rows for which a row's result depends on the row alone."""
+        return self.row_split.batch_invariant_rows
+
+    def kernel(self, x: Tensor) -> Tensor:
+        """x (M, in) -> (M, kernel_outputs)"""
+        raise NotImplementedError
+
+    def opaque_kernel(self, x: Tensor) -> Tensor:
+        """`run_kernel` as one operator of compiled code."""
+        dtype = x.dtype if x.is_floating_point() else torch.float32
+        return torch.ops.quickdraft.packed_product(x, self.handle, self.kernel_outputs, dtype)
+
+    def traced_kernel(self, x: Tensor) -> Tensor:
+        """`kernel` for compiled code, which cannot trace opaque layouts."""
+        return self.opaque_kernel(x)
+
+    def run_kernel(self, x: Tensor) -> Tensor:
+        """`kernel` in the numbers of rows of `row_split`."""
+        if not torch.compiler.is_compiling():
+            return self.row_split.run(self.kernel, x)
+        if is_small_batch(x.size(0), max(self.row_split.row_counts, default=0)):
+            return self.row_split.run(self.traced_kernel, x)
+        return self.opaque_kernel(x)
+
+
 # ----------------------------------------------------------------------------------------- oneDNN
 
 
-class PackedWeights(nn.Module):
+class PackedWeights(RowKernel):
     """Weights (out, in), bfloat16, float16 or float32, in oneDNN's layout for products with few
-    rows. They stay on the CPU and are never unpacked. `row_split` says in which numbers of rows
-    `kernel` runs."""
+    rows. They stay on the CPU and are never unpacked."""
 
     # Rows that cost little more than one in 16 bits: a row is padded to fewer of them.
     tile_rows = TILE_ROWS
 
-    def __init__(self, weight: Tensor):
+    def __init__(self, weight: Tensor, row_split: RowSplit | None = None):
         super().__init__()
-        self.out_features = len(weight)
-        self.dtype = weight.dtype  # of products
         self.data = self.prepack(weight)
-        self.row_split = self.find_row_split(weight)
-        self.register_buffer("handle", register_handle(self), persistent=False)
+        self.use_kernel(row_split or self.find_row_split(weight), len(weight))
 
     @classmethod
     def find_row_split(cls, weight: Tensor) -> RowSplit:
@@ -128,48 +162,24 @@ class PackedWeights(nn.Module):
     @classmethod
     def kernel_on_ones(cls, out: int, n: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         """`kernel` of weights (out, n) that are 1."""
-        ones = cls.__new__(cls)
-        nn.Module.__init__(ones)
-        ones.data = ones.prepack(torch.ones(out, n, dtype=dtype))
-        return ones.kernel
-
-    @property
-    def batch_invariant_rows(self) -> int:
-        """The largest number of rows for which a row's result depends on the row alone."""
-        return self.row_split.batch_invariant_rows
+        return cls(torch.ones(out, n, dtype=dtype), RowSplit()).kernel
 
     def prepack(self, weight: Tensor) -> Tensor:
         return torch.ops.mkldnn._reorder_linear_weight(weight, 1)
 
     def kernel(self, x: Tensor) -> Tensor:
-        """The kernel alone, on x (M, in)."""
         return torch.ops.mkldnn._linear_pointwise(x, self.data, None, "none", [], "")
 
-    def traced_kernel(self, x: Tensor) -> Tensor:
-        """`kernel` for compiled code, which cannot trace oneDNN's layout."""
-        return torch.ops.quickdraft.packed_product(x, self.handle, self.out_features, self.dtype)
-
-    def run_kernel(self, x: Tensor) -> Tensor:
-        """`kernel` in the numbers of rows of `row_split`."""
-        return self.row_split.run(self.kernel, x)
-
     def forward(self, x: Tensor) -> Tensor:
-        """x (M, in) -> (M, out) of `dtype`."""
-        if not torch.compiler.is_compiling():
-            return self.run_kernel(x)
-
-        if is_small_batch(x.size(0), self.row_split.row_counts[-1]):
-            return self.row_split.run(self.traced_kernel, x)
-        return self.traced_kernel(x)
+        """x (M, in) -> (M, out)"""
+        return self.run_kernel(x)
 
     @staticmethod
     def is_faster(weight: Tensor) -> bool:
         """Does oneDNN multiply this dtype on this machine, and gain? In float32 only large weights
         gain."""
-        if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-            return False
         if weight.dtype == torch.float32:
-            return weight.nbytes >= LARGE_BYTES
+            return torch.backends.mkldnn.is_available() and weight.nbytes >= LARGE_BYTES
         return multiplies(weight.dtype)
 
 
@@ -180,6 +190,11 @@ def multiplies(dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return dtype == torch.float16 and torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """This dtype if oneDNN multiplies it, else float32."""
+    return dtype if multiplies(dtype) else torch.float32
 
 
 class PlainWeights(PackedWeights):
@@ -289,9 +304,8 @@ class FbgemmWeights(PackedWeights):
 
     tile_rows = 6
 
-    def __init__(self, weight: Tensor):
-        super().__init__(weight)
-        self.dtype = torch.float32
+    def __init__(self, weight: Tensor, row_split: RowSplit | None = None):
+        super().__init__(weight, row_split)
         scales = [row_scale(weight[rows]) for rows in row_chunks(*weight.shape)]
         self.register_buffer("scale", torch.cat(scales).flatten(), persistent=False)  # (out,)
 
@@ -324,15 +338,14 @@ class FbgemmWeights(PackedWeights):
 
     @staticmethod
     def is_faster(weight: Tensor) -> bool:
-        is_half = weight.dtype in HALF_TYPES
-        return weight.device.type == "cpu" and is_half and has_fbgemm() and fits_float16(weight)
+        return weight.dtype in HALF_TYPES and has_fbgemm() and fits_float16(weight)
 
 
 def has_instructions(weight: Tensor) -> bool:
     """Does this processor multiply 16-bit weights of this dtype by instructions of their own?"""
     if weight.dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
         return False
-    return weight.dtype in HALF_TYPES and PackedWeights.is_faster(weight)
+    return multiplies(weight.dtype)
 
 
 # The form of weights: the first that suits, with what each gains (docs/internals.md has the
@@ -363,19 +376,17 @@ class PackedInt8(PackedWeights):
     split = INTEGER_SPLIT
 
     def __init__(self, codes: Tensor, scale: Tensor):
-        super().__init__(codes)
-        self.dtype = torch.float32
+        super().__init__(codes, self.split)
         self.scale = scale.float()
         self.zeros = torch.zeros(len(codes), dtype=torch.int64)
 
-    @classmethod
-    def find_row_split(cls, weight: Tensor) -> RowSplit:
-        return cls.split
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x).to(x.dtype)
 
     def product(self, x: Tensor) -> Tensor:
         """x (M, in) of a float type -> (M, out) float32"""
         digits, step = to_digits(x, self.digit_bits)
-        return from_digits(self(digits), step, self.digit_bits)
+        return from_digits(self.run_kernel(digits), step, self.digit_bits)
 
     def prepack(self, weight: Tensor) -> Tensor:
         return torch.ops.onednn.qlinear_prepack(weight, None)
@@ -436,13 +447,9 @@ class FbgemmInt8(PackedInt8):
             torch.backends.quantized.engine = engine
 
     def kernel(self, x: Tensor) -> Tensor:
-        """x (M, in) float32: whole numbers from -64 to 63"""
-        product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
-        return product(x, 1.0, 64, self.data)
-
-    def forward(self, x: Tensor) -> Tensor:
         """x (M, in) uint8 digits -> (M, out) float32, products with the codes"""
-        return super().forward(x.float() - 64)
+        product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+        return product(x.float() - 64, 1.0, 64, self.data)
 
     def product(self, x: Tensor) -> Tensor:
         return super().product(x) * self.scale  # once a row, not once for each of its digits
@@ -477,7 +484,7 @@ def sums_exactly(form: type[PackedInt8]) -> bool:
     digits = torch.full((1, n), 2**form.digit_bits - 1, dtype=torch.uint8)
     try:
         packed = form(torch.full((32, n), 127, dtype=torch.int8), torch.ones(32))
-        sums = packed(digits)
+        sums = packed.run_kernel(digits)
     except (RuntimeError, AttributeError):  # torch.ops lacks an operator that was not built
         return False
     return torch.equal(sums, torch.full((1, 32), float(127 * largest * n)))
@@ -543,12 +550,17 @@ MAX_INT4_ROWS = 128
 SLICE_WEIGHTS = 2**21  # that are unpacked at once, of 8 MB in float32
 
 
+def pack_int4(codes: Tensor) -> Tensor:
+    """int32 codes (out, in) as aten's kernel takes them."""
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+
+
 def int4_kernel_on_ones(out: int, n: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """aten's product of int4 codes (out, n) in groups of 128 whose weights are 1, for x (M, n) of
     this dtype."""
     group = 128
     codes = torch.ones(out, n, dtype=torch.int32)  # (1 - 8) * 1 + 8: every weight is 1
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    packed = pack_int4(codes)
     scales = torch.tensor([1.0, 8.0], dtype=dtype).repeat(n // group, out, 1)  # (in / g, out, 2)
     return lambda x: INT4_KERNEL(x, packed, torch.tensor(group), scales)
 
@@ -573,9 +585,7 @@ def int4_block() -> Int4Block | None:
     None if it is another one."""
     K = 4
     number = torch.arange(128)[:, None].expand(-1, K)  # (128, K)
-    digits = [number & 15, number >> 4]
-    pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
-    low, high = [pack(digit.int().contiguous(), 1).view(-1) for digit in digits]
+    low, high = [pack_int4(digit.int().contiguous()) for digit in (number & 15, number >> 4)]
     for n in (16, 32, 64):
         block = Int4Block(n, torch.arange(n))
         shape = (-1, K, n // 2)
@@ -598,7 +608,7 @@ def int4_product_by_slices(
     n = block.num_outputs
     blocks = packed.view(-1, K, n // 2)  # (N / n, K, n / 2)
     pairs = scales_and_zeros.view(K // group, -1, n, 2)
-    dtype = x.dtype if multiplies(x.dtype) else torch.float32
+    dtype = product_dtype(x.dtype)
     inputs = x.to(dtype)
     y = x.new_empty(M, len(blocks), n)
     size = max(1, SLICE_WEIGHTS // (K * n))

@@ -49,7 +49,7 @@ class HostExperts(nn.Module):
     def __init__(self, experts: nn.Module):
         super().__init__()
         self.module = experts
-        self.register_buffer("handle", register_handle(self), persistent=False)
+        register_handle(self)
 
     def forward(self, x: Tensor, logits: Tensor) -> Tensor:
         if torch.compiler.is_compiling():

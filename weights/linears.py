@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decoding.errors import UserError
-from exact.products import ROW_COUNTS, STEP_ROWS, RowSplit, find_row_split
+from exact.products import ROW_COUNTS, STEP_ROWS, find_row_split
 from weights import cpu, formats
-from weights.compiling import is_small_batch, register_handle
-from weights.cpu import PackedInt8, PackedWeights
+from weights.compiling import is_small_batch
+from weights.cpu import PackedWeights, RowKernel
 from weights.formats import (
     FORMATS,
     dequantize_tensor,
@@ -38,22 +38,19 @@ from weights.schemes import SCHEMES
 MAX_KERNEL_ROWS = 16
 FUSING_DEVICE = "cuda"  # its compiler fuses unpacking, multiplying and summing into one kernel
 KERNEL_LANES = 16  # inputs that a CPU's int8 kernel reads at once, even beyond a row's end
-NO_KERNEL = "no kernel here reads them"
 FASTER_INT8 = (
     "this processor decodes faster in int8 (--quantize int8), which takes up to twice the memory"
 )
 
 
-class RowsLinear(nn.Module):
+class RowsLinear(RowKernel):
     """A Linear by its `product` of rows x (M, in) -> (M, out), without bias."""
-
-    # The numbers of rows in which `kernel` runs, for subclasses that have one.
-    row_split = RowSplit()
 
     def __init__(self, linear: "nn.Linear | QuantizedLinear"):
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias, False)
         self.packed: PackedWeights | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,9 +70,8 @@ class RowsLinear(nn.Module):
 
     @property
     def batch_invariant_rows(self) -> int:
-        """The largest number of rows for which a row's result depends on the row alone."""
-        row_split = self.row_split if self.packed is None else self.packed.row_split
-        return row_split.batch_invariant_rows
+        kernel = super() if self.packed is None else self.packed
+        return kernel.batch_invariant_rows
 
     def product(self, x: Tensor) -> Tensor:
         """x (M, in) -> (M, out), without bias."""
@@ -146,7 +142,7 @@ class QuantizedLinear(RowsLinear):
     expanded_bytes = 0  # bytes that a product reads beyond the size of the stored parts
 
     def __init__(self, linear: "nn.Linear | QuantizedLinear", scheme: str):
-        """With the shape, device and dtype of `linear`, without initial values."""
+        """With the shape, device, dtype and bias of `linear`; parts have no initial values."""
         super().__init__(linear)
         self.scheme = scheme
         self.format = FORMATS[scheme]
@@ -154,13 +150,8 @@ class QuantizedLinear(RowsLinear):
         self.dtype = getattr(linear, "dtype", like.dtype)  # of activations
         shapes = self.format.shapes(self.out_features, self.in_features)
         self.part_names = tuple(shapes)
-        if linear.bias is not None:
-            shapes["bias"] = ((self.out_features,), linear.bias.dtype)
         for name, (shape, part_dtype) in shapes.items():
-            part = torch.empty(shape, dtype=part_dtype, device=like.device)
-            self.register_parameter(name, nn.Parameter(part, False))
-        if linear.bias is None:
-            self.register_parameter("bias", None)
+            self.set_part(name, torch.empty(shape, dtype=part_dtype, device=like.device))
 
     @staticmethod
     def empty_like(linear: "nn.Linear | QuantizedLinear", scheme: str) -> "QuantizedLinear":
@@ -183,13 +174,14 @@ class QuantizedLinear(RowsLinear):
             parts = quantize_tensor(weight, scheme)
         quantized = cls.empty_like(linear, scheme)
         quantized.copy_parts(slice(None), parts)
-        if linear.bias is not None:
-            quantized.bias.copy_(linear.bias)
         return quantized
 
     def parts(self) -> dict[str, Tensor]:
         """The stored parts by name."""
         return {name: getattr(self, name) for name in self.part_names}
+
+    def set_part(self, name: str, part: Tensor) -> None:
+        self.register_parameter(name, nn.Parameter(part, False))
 
     @property
     def stored_bytes(self) -> int:
@@ -231,16 +223,18 @@ class QuantizedLinear(RowsLinear):
             from weights import gpu
 
             for name, part in self.parts().items():
-                self.register_parameter(name, nn.Parameter(gpu.as_compilable(part), False))
+                self.set_part(name, gpu.as_compilable(part))
         elif device == "cpu":
             weight = self.dequantized(self.dtype)
             self.packed = cpu.prepack_weight(weight)
             self.expanded_bytes = weight.nbytes - self.stored_bytes
             self.free(*self.parts())
             dtype = str(self.dtype).removeprefix("torch.")
-            note_once(self.scheme, f"{NO_KERNEL}; weights are held in {dtype} instead")
+            note = f"no kernel here reads them; weights are held in {dtype} instead"
+            note_once(self.scheme, note)
         else:
-            note_once(self.scheme, f"{NO_KERNEL}; weights are unpacked for every product: slow")
+            note = "no kernel here reads them; weights are unpacked for every product: slow"
+            note_once(self.scheme, note)
 
     def free(self, *names: str) -> None:
         """Free parts that the kernel holds in its own form, unless an embedding reads them. The
@@ -248,20 +242,10 @@ class QuantizedLinear(RowsLinear):
         if self.has_embedding:
             return
         for name in names:
-            self.register_parameter(name, nn.Parameter(getattr(self, name).to("meta"), False))
+            self.set_part(name, getattr(self, name).to("meta"))
 
-    def use_kernel(self, row_split: RowSplit, kernel_outputs: int) -> None:
-        """Let `run_kernel` run `kernel` on a CPU."""
-        self.row_split = row_split
-        self.kernel_outputs = kernel_outputs
-        self.register_buffer("handle", register_handle(self), persistent=False)
-
-    def run_kernel(self, x: Tensor) -> Tensor:
-        """x (M, in) -> (M, kernel_outputs) by `kernel`, in the numbers of rows of `row_split`."""
-        max_rows = max(self.row_split.row_counts, default=0)
-        if is_small_batch(x.size(0), max_rows) or not torch.compiler.is_compiling():
-            return self.row_split.run(self.kernel, x)
-        return torch.ops.quickdraft.packed_product(x, self.handle, self.kernel_outputs, x.dtype)
+    def traced_kernel(self, x: Tensor) -> Tensor:
+        return self.kernel(x)
 
     def fused_products(self, x: Tensor, outputs: list[slice]) -> list[Tensor]:
         return [self.fused_part(x, rows) for rows in outputs]
@@ -319,8 +303,6 @@ class Int8Linear(QuantizedLinear):
                 self.use_kernel(row_split, self.out_features)
 
     def product(self, x: Tensor) -> Tensor:
-        if isinstance(self.packed, PackedInt8):
-            return self.packed.product(x).to(x.dtype)
         if not self.is_packed or self.packed is not None or self.is_fused(x):
             return super().product(x)
         if x.device.type == "cpu":
@@ -330,14 +312,14 @@ class Int8Linear(QuantizedLinear):
             y = self.prompt_product(y) if is_prompt else self.run_kernel(y)
             return y.to(x.dtype)
         if x.dtype == torch.float16:
-            return F.linear(x, (self.codes * self.kernel_scale[:, None]).to(x.dtype))
+            return super().product(x)
         return F.linear(x, self.codes.to(x.dtype)) * self.kernel_scale
 
     def kernel(self, x: Tensor) -> Tensor:
         return torch._weight_int8pack_mm(x, self.codes, self.kernel_scale)
 
     def prompt_product(self, x: Tensor) -> Tensor:
-        dtype = x.dtype if cpu.multiplies(x.dtype) else torch.float32
+        dtype = cpu.product_dtype(x.dtype)
         x = x.to(dtype)
         parts = [F.linear(x, self.codes[rows].to(dtype)) for rows in row_chunks(*self.codes.shape)]
         return torch.cat(parts, dim=1) * self.kernel_scale
@@ -364,33 +346,28 @@ class Int4Linear(QuantizedLinear):
 
     def prepack(self):
         device = self.codes.device.type
-        num_outputs = math.ceil(self.out_features / 16) * 16
-        has_tiles = num_outputs == self.out_features and self.in_features % 32 == 0
-        fits_cuda = has_tiles and self.dtype == torch.bfloat16
-        has_kernel = fits_cuda if device == "cuda" else device == "cpu" and self.reads_codes_on_cpu
-        if not has_kernel:
-            return super().prepack()
-        scale = self.scale.float()
-        zero = self.zero.float() + (cpu.KERNEL_CENTER - self.format.center) * scale
-        pairs = torch.stack((scale, zero), dim=-1).to(self.dtype)  # (out, in / g, 2)
-        pairs = F.pad(pairs, (0, 0, 0, 0, 0, num_outputs - self.out_features))
-        pairs = pairs.transpose(0, 1).contiguous()  # (in / g, num_outputs, 2)
-        self.register_buffer("scales_and_zeros", pairs, persistent=False)
-        self.expanded_bytes = pairs.nbytes - self.scale.nbytes - self.zero.nbytes
-        packed = self.pack_for_cuda() if device == "cuda" else self.pack_for_cpu(num_outputs)
-        self.register_buffer("packed_codes", packed, persistent=False)
+        has_tiles = self.out_features % 16 == 0 and self.in_features % 32 == 0
+        if device == "cpu" and self.reads_codes_on_cpu:
+            self.pack_for_cpu()
+        elif device == "cuda" and has_tiles and self.dtype == torch.bfloat16:
+            self.pack_for_cuda()
+        else:
+            super().prepack()
 
-    def pack_for_cuda(self) -> Tensor:
-        """The codes as the kernel takes them."""
+    def pack_for_cuda(self) -> None:
+        self.pack_scales(self.out_features)
         self.operator = torch.ops.aten._weight_int4pack_mm
         self.kernel_group = self.format.group
         code_pairs = self.codes << 4 | self.codes >> 4  # this kernel takes the first code high
         # Tiles of 16 inputs that a thread block reads: 2, 4 or 8.
         tiles = math.gcd(self.in_features // 16, 8)
-        return torch.ops.aten._convert_weight_to_int4pack(code_pairs, tiles)
+        packed = torch.ops.aten._convert_weight_to_int4pack(code_pairs, tiles)
+        self.register_buffer("packed_codes", packed, persistent=False)
 
-    def pack_for_cpu(self, num_outputs: int) -> Tensor:
-        """The codes as the kernel takes them, of as many outputs; the stored parts are freed."""
+    def pack_for_cpu(self) -> None:
+        """Free the stored parts, too."""
+        num_outputs = math.ceil(self.out_features / 16) * 16
+        self.pack_scales(num_outputs)
         if self.scheme in SCHEMES and cpu.reads_int8_faster(self.out_features * self.in_features):
             note_once(self.scheme, FASTER_INT8)
         self.operator = cpu.INT4_KERNEL
@@ -406,7 +383,18 @@ class Int4Linear(QuantizedLinear):
         block = cpu.int4_block()
         self.has_slices = block is not None and num_outputs % block.num_outputs == 0
         self.free(*self.parts())
-        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        packed = cpu.pack_int4(codes)
+        self.register_buffer("packed_codes", packed, persistent=False)
+
+    def pack_scales(self, num_outputs: int) -> None:
+        """Scales and zeros as the kernels take them, of as many outputs."""
+        scale = self.scale.float()
+        zero = self.zero.float() + (cpu.KERNEL_CENTER - self.format.center) * scale
+        pairs = torch.stack((scale, zero), dim=-1).to(self.dtype)  # (out, in / g, 2)
+        pairs = F.pad(pairs, (0, 0, 0, 0, 0, num_outputs - self.out_features))
+        pairs = pairs.transpose(0, 1).contiguous()  # (in / g, num_outputs, 2)
+        self.register_buffer("scales_and_zeros", pairs, persistent=False)
+        self.expanded_bytes = pairs.nbytes - self.scale.nbytes - self.zero.nbytes
 
     def product(self, x: Tensor) -> Tensor:
         on_cpu = x.device.type == "cpu"
@@ -449,7 +437,7 @@ class MxLinear(QuantizedLinear):
         words = self.codes.new_empty(self.out_features, columns, dtype=torch.int32)
         for rows in row_chunks(self.out_features, self.in_features):
             words[rows] = gpu.pack_words(self.codes[rows], self.format.bits, self.format.group)
-        self.register_parameter("codes", nn.Parameter(words, False))
+        self.set_part("codes", words)
         self.has_words = True
 
     def decoded(self, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -517,7 +505,6 @@ class FusedLinear(RowsLinear):
         super().__init__(linear)
         self.is_activated = is_activated
         self.weight = linear.weight
-        self.bias = linear.bias
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         return self.weight
@@ -543,4 +530,3 @@ class PackedLinear(RowsLinear):
         weight = linear.weight.detach()
         self.packed = cpu.prepack_weight(weight)
         self.weight = nn.Parameter(weight.to("meta"), False)
-        self.bias = linear.bias
