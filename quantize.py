@@ -105,29 +105,23 @@ def gptq(w: Tensor, hessian: Tensor, format: Int4) -> dict[str, Tensor]:
     ordered = hessian[order][:, order]
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(ordered))
     factor = torch.linalg.cholesky(inverse, upper=True)  # (in, in)
-    codes = torch.zeros_like(w)
-    for begin in range(0, w.size(1), BLOCK_COLUMNS):
-        columns = order[begin : begin + BLOCK_COLUMNS]
-        size = len(columns)
-        end = begin + size
-        factor_rows = factor[begin:end, begin:]  # the block's, from its diagonal on
+    w = w[:, order]
+    scale = scale.T[order]  # (in, out)
+    zero = zero.T[order]
+    codes = []
+    for begin in range(0, len(order), BLOCK_COLUMNS):
+        end = min(begin + BLOCK_COLUMNS, len(order))
         errors = []
-        for i, column in enumerate(columns):
-            weights = w[:, column]  # (out,)
-            step = scale[:, column]
-            offset = zero[:, column]
-            code = ((weights - offset) / step).round()
+        for i in range(begin, end):
+            code = ((w[:, i] - zero[i]) / scale[i]).round()
             code = code.clamp(-format.center, 15 - format.center)
-            codes[:, column] = code + format.center
-            row = factor_rows[i]
-            error = (weights - code * step - offset) / row[i]
+            codes.append(code + format.center)
+            error = (w[:, i] - code * scale[i] - zero[i]) / factor[i, i]
             errors.append(error)
-            later = columns[i + 1 :]
-            w[:, later] -= error[:, None] * row[i + 1 : size]
-        rest = order[end:]
-        block_errors = torch.stack(errors, 1)  # (out, size)
-        w[:, rest] -= block_errors @ factor_rows[:, size:]
-    return parts | {"codes": formats.pack_bits(codes.to(torch.int32), 4)}
+            w[:, i + 1 : end] -= error[:, None] * factor[i, i + 1 : end]
+        w[:, end:] -= torch.stack(errors, 1) @ factor[begin:end, end:]
+    codes = torch.stack(codes, 1)[:, order.argsort()]
+    return parts | {"codes": formats.pack_bits(codes, 4)}
 
 
 def input_hessian(linear: nn.Linear, run: Callable[[], object]) -> Tensor:

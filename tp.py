@@ -226,14 +226,13 @@ def shrink_to_shard(model: nn.Module, ranks: "Ranks") -> None:
         num_units = sum(getattr(config, units) for units in spec.units)
         num_local_units = sum(local_units(spec, config, ranks))
         for key, parameter in list(module.named_parameters(recurse=False)):
-            shape = list(parameter.shape)
-            is_sharded = spec.dim < len(shape)
-            if is_sharded:
+            if spec.dim < parameter.dim():
+                shape = list(parameter.shape)
                 shape[spec.dim] = shape[spec.dim] // num_units * num_local_units
-            local = None
-            if is_sharded or ranks.rank == 0:
                 local = nn.Parameter(parameter.new_empty(shape), False)
-            module.register_parameter(key, local)
+                module.register_parameter(key, local)
+            elif ranks.rank > 0:
+                module.register_parameter(key, None)
         if isinstance(module, nn.Linear):
             module.out_features, module.in_features = module.weight.shape
     if config.tie_embeddings:
@@ -263,38 +262,31 @@ class Ranks:
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x."""
-        return self._reduce(x, "sum")
+        return self._collective("all_reduce", x, "sum")
 
     def max(self, x: Tensor) -> Tensor:
         """The elementwise maximum of all ranks' x."""
-        return self._reduce(x, "max")
+        return self._collective("all_reduce", x, "max")
 
-    def _reduce(self, x: Tensor, operation: str) -> Tensor:
-        if self.world == 1:
-            return x
-        return self._wait(torch.ops._c10d_functional.all_reduce(x, operation, self.group))
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's x. Kernels of different ranks may differ in the last bit, so rank 0 alone takes
+        decisions."""
+        return self._collective("broadcast", x, 0)
 
     def gather(self, x: Tensor) -> Tensor:
         """x (..., n) of every rank -> (..., world * n), in rank order."""
         if self.world == 1:
             return x
         flat = x.reshape(1, -1)  # (1, ... * n)
-        gathered = self._wait(
-            torch.ops._c10d_functional.all_gather_into_tensor(flat, self.world, self.group),
-        )
+        gathered = self._collective("all_gather_into_tensor", flat, self.world)
         gathered = gathered.view(self.world, *x.shape)
         return gathered.movedim(0, -2).flatten(-2)  # (world, ..., n) -> (..., world * n)
 
-    def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's x. Kernels of different ranks may differ in the last bit, so rank 0 alone takes
-        decisions."""
+    def _collective(self, name: str, x: Tensor, argument: object) -> Tensor:
         if self.world == 1:
             return x
-        return self._wait(torch.ops._c10d_functional.broadcast(x, 0, self.group))
-
-    @staticmethod
-    def _wait(x: Tensor) -> Tensor:
-        return torch.ops._c10d_functional.wait_tensor(x)
+        operators = torch.ops._c10d_functional
+        return operators.wait_tensor(getattr(operators, name)(x, argument, self.group))
 
     def broadcast_object(self, value: object) -> object:
         """Rank 0's value, any Python object, on the host."""

@@ -1,5 +1,6 @@
 """Products on a CPU with weights that are packed once, ahead of decoding.
 
+    RowKernel                           a kernel that runs in numbers of rows that round alike
     PackedWeights, PackedInt8           weights (out, in), or int8 codes, in oneDNN's layout
     TransposedWeights, TransposedInt8   weights as they are, on the left of the product, for AMX
     FbgemmWeights, FbgemmInt8           float16 weights, or int8 codes, in fbgemm's layout, for
@@ -90,7 +91,11 @@ def _shape_of_transposed_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class RowKernel(nn.Module):
-    """A product of rows by a `kernel`, which runs in the numbers of rows of `row_split` alone."""
+    """A product of rows by a `kernel`, which runs in the numbers of rows of `row_split` alone.
+
+    Compiled code splits few rows in the graph, where their number is known, and leaves the rows of
+    a prompt to one operator, which splits them when it runs.
+    """
 
     row_split = RowSplit()
 
@@ -115,7 +120,7 @@ class RowKernel(nn.Module):
         return torch.ops.quickdraft.packed_product(x, self.handle, self.kernel_outputs, dtype)
 
     def traced_kernel(self, x: Tensor) -> Tensor:
-        """`kernel` for compiled code, which cannot trace opaque layouts."""
+        """`kernel` in the graph of compiled code, by default as that operator."""
         return self.opaque_kernel(x)
 
     def run_kernel(self, x: Tensor) -> Tensor:
@@ -253,26 +258,21 @@ def has_fbgemm() -> bool:
     return engine in ("x86", "fbgemm") and engine in torch.backends.quantized.supported_engines
 
 
-class Packers:
-    """Threads that pack for fbgemm, whose packing runs on one thread and takes 10 to 25 ns a
-    weight."""
-
-    def __init__(self):
-        self.threads = ThreadPoolExecutor(NUM_PACKERS, thread_name_prefix="packer")
-        self.free = threading.Semaphore(NUM_PACKERS)
-
-    def pack(self, numbers: Tensor) -> Future:
-        """Pack float32 numbers (rows, in) as float16. Waits while as many as NUM_PACKERS run."""
-        self.free.acquire()
-        future = self.threads.submit(torch.ops.quantized.linear_prepack_fp16, numbers, None)
-        future.add_done_callback(lambda _: self.free.release())
-        return future
-
-
 @functools.cache
-def packers_of(process_id: int) -> Packers:
-    """A process that was forked from this one has none of its threads."""
-    return Packers()
+def packers_of(process_id: int) -> tuple[ThreadPoolExecutor, threading.Semaphore]:
+    """Threads that pack for fbgemm, whose packing runs on one thread and takes 10 to 25 ns a
+    weight, and the number of idle ones. A process that was forked from this one has none of its
+    threads."""
+    return ThreadPoolExecutor(NUM_PACKERS, "packer"), threading.Semaphore(NUM_PACKERS)
+
+
+def pack_float16(numbers: Tensor) -> Future:
+    """Pack float32 numbers (rows, in) as float16. Waits until a thread is idle."""
+    threads, idle = packers_of(os.getpid())
+    idle.acquire()
+    future = threads.submit(torch.ops.quantized.linear_prepack_fp16, numbers, None)
+    future.add_done_callback(lambda _: idle.release())
+    return future
 
 
 def row_scale(weight: Tensor) -> Tensor:
@@ -320,18 +320,17 @@ class FbgemmWeights(PackedWeights):
         """Packed parts, which other threads finish. The number and size of the parts bound the
         memory of their float32 numbers."""
         parts = []
-        for part in weight.split(max(1, MAX_PART_WEIGHTS // weight.size(1))):
+        for part in weight.split(MAX_PART_WEIGHTS // weight.size(1)):
             numbers = torch.empty(part.shape)
             for rows in row_chunks(*part.shape):
                 torch.div(part[rows], row_scale(part[rows]), out=numbers[rows])
-            parts.append(packers_of(os.getpid()).pack(numbers))
+            parts.append(pack_float16(numbers))
         return parts
 
     def kernel(self, x: Tensor) -> Tensor:
         """x (M, in) float32 -> products with the numbers (M, out) float32"""
         product = torch.ops.quantized.linear_dynamic_fp16
-        products = [product(x, part.result()) for part in self.data]
-        return products[0] if len(products) == 1 else torch.cat(products, dim=1)
+        return torch.cat([product(x, part.result()) for part in self.data], dim=1)
 
     def forward(self, x: Tensor) -> Tensor:
         return (super().forward(x.float()) * self.scale).to(x.dtype)
@@ -510,14 +509,15 @@ def to_digits(x: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
     n = 2 if x.dtype == torch.bfloat16 else 3
     base = 2**bits
     center = base // 2
+    ones = sum(base**i for i in range(n))  # the number whose digits are all 1
     # The largest number whose digits are all center - 1, less 1 for rounding x / step.
-    max_steps = sum((center - 1) * base**i for i in range(n)) - 1
+    max_steps = (center - 1) * ones - 1
     # Cast before the maximum: compiled code may hold x unrounded, and a rounded maximum would be
     # too small.
     x = x.float()
     # clamp keeps NaN, so one NaN makes its row's results NaN.
     step = x.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / max_steps
-    rest = (x / step).round().to(torch.int32) + sum(center * base**i for i in range(n))
+    rest = (x / step).round().to(torch.int32) + center * ones
     digits = []
     for _ in range(n - 1):
         digits.append(rest & (base - 1))

@@ -82,11 +82,9 @@ class Stack(nn.Module):
                 " same"
             )
         self.register_parameter("bias", None)
-        self.part_names = first.part_names if self.scheme else ("weight",)
-        for name in self.part_names:
+        self.part_names = getattr(first, "part_names", ("weight",))
+        for name in dict(first.named_parameters()):
             self.move(linears, name)
-        if first.bias is not None:
-            self.move(linears, "bias")
         release_memory()
 
     def move(self, linears: list[nn.Module], name: str) -> None:

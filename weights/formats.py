@@ -304,10 +304,14 @@ class KQuant(Int4):
     def run(self) -> int:
         return self.group // self.factors.group
 
+    @property
+    def factor_names(self) -> tuple[str, ...]:
+        return ("scale",) if self.center else ("scale", "zero")
+
     def shapes(self, rows, columns):
         shapes = {"codes": ((rows, columns * self.bits // 8), self.code_dtype)}
         factors = self.factors.shapes(rows, columns // self.run)
-        for name in ("scale",) if self.center else ("scale", "zero"):
+        for name in self.factor_names:
             shapes |= {name: factors["codes"], f"{name}_unit": factors["scale"]}
         return shapes
 
@@ -320,11 +324,9 @@ class KQuant(Int4):
         largest = w.abs().amax(-1)  # (out, in / r)
         last = 1 / self.center if self.center else 0  # the positive code that is missing
         floats = self.with_range(w, -largest, largest * (1 - last))
-        parts = {"codes": floats.pop("codes")}
-        if self.center:
-            del floats["zero"]
-        for name, values in floats.items():
-            factors = self.factors.quantize(values.abs())
+        parts = {"codes": floats["codes"]}
+        for name in self.factor_names:
+            factors = self.factors.quantize(floats[name].abs())
             parts |= {name: factors["codes"], f"{name}_unit": factors["scale"]}
         return parts
 
@@ -476,10 +478,10 @@ def format_of(scheme: str) -> Format:
 
 def check_columns(scheme: str, columns: int, name: str) -> None:
     """UserError for rows of `columns` inputs that do not divide into groups."""
-    group = format_of(scheme).group
-    if group and columns % group and not FORMATS[scheme].ragged:
+    format = format_of(scheme)
+    if format.group and columns % format.group and not format.ragged:
         raise UserError(
-            f"{name}: {columns} inputs are no multiple of the {group} that share a scale in"
+            f"{name}: {columns} inputs are no multiple of the {format.group} that share a scale in"
             f" {scheme}",
         )
 
