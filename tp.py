@@ -275,8 +275,6 @@ class Ranks:
 
     def gather(self, x: Tensor) -> Tensor:
         """x (..., n) of every rank -> (..., world * n), in rank order."""
-        if self.world == 1:
-            return x
         flat = x.reshape(1, -1)  # (1, ... * n)
         gathered = self._collective("all_gather_into_tensor", flat, self.world)
         gathered = gathered.view(self.world, *x.shape)

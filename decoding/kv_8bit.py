@@ -92,51 +92,33 @@ def attend_codes(
         k_scale, v, v_scale = (F.pad(x, last) for x in (k_scale, v, v_scale))
         bias = F.pad(bias, last, value=-math.inf)
     B, H, T, E = q.shape
-    G = k.size(1)
+    G, S = k.shape[1:3]
     rows = H // G * T
     q_codes, q_scale = to_codes(q.reshape(B, G, rows, E))  # (B, H, T, E) -> (B, G, R*T, E)
     q_scale = q_scale / math.sqrt(E)
     bias = bias[:, 0, :rows].float()  # (B, R*T, S)
     y = q.new_empty(B, G, rows, E)
-    # All heads at once if their scores stay in the inner caches.
-    num_heads = G if G * rows * k.size(2) <= INNER_CACHE_SCORES else 1
-    for b, head in itertools.product(range(B), range(0, G, num_heads)):
-        heads = (b, slice(head, head + num_heads))
-        parts = [x[heads] for x in (y, q_codes, q_scale, k, k_scale, v, v_scale)]
-        attend_heads(*parts, bias[b])
-    return y.view(B, H, T, E)
-
-
-def attend_heads(
-    y: Tensor,
-    q: Tensor,
-    q_scale: Tensor,
-    k: Tensor,
-    k_scale: Tensor,
-    v: Tensor,
-    v_scale: Tensor,
-    bias: Tensor,
-) -> None:
-    """`attend_codes` of some KV heads: codes q (heads, rows, E) with scales (heads, rows, 1), k
-    (heads, S, E) and v (heads, E, S) with scales (heads, S), bias (rows, S) -> y (heads, rows,
-    E)."""
-    v = v.contiguous()
-    ones = y.new_ones(y.size(2))
-    num_rows = max(1, INNER_CACHE_SCORES // k.size(1))
-    for begin in range(0, y.size(1), num_rows):
-        part = slice(begin, begin + num_rows)
-        codes = q[:, part]
-        products = torch.empty(*codes.shape[:2], k.size(1), dtype=torch.int32)
-        for head, out in enumerate(products):
-            torch._int_mm(codes[head], k[head].T, out=out)
+    ones = q.new_ones(E)
+    # All heads at once if their scores stay in the inner caches, else as many rows of one as do.
+    num_heads = G if G * rows * S <= INNER_CACHE_SCORES else 1
+    num_rows = max(1, INNER_CACHE_SCORES // S)
+    for b, g, r in itertools.product(range(B), range(0, G, num_heads), range(0, rows, num_rows)):
+        heads = (b, slice(g, g + num_heads))
+        query_rows = slice(r, r + num_rows)
+        part = (*heads, query_rows)
+        codes = q_codes[part]
+        products = torch.empty(*codes.shape[:2], S, dtype=torch.int32)
+        for out, queries, keys in zip(products, codes, k[heads]):
+            torch._int_mm(queries, keys.T, out=out)
         scores = products.float()  # (heads, num_rows, S)
-        scores.mul_(k_scale[:, None])
-        scores = torch.addcmul(bias[part], scores, q_scale[:, part])
+        scores.mul_(k_scale[heads][:, None])
+        scores = torch.addcmul(bias[b, query_rows], scores, q_scale[part])
         p = scores.softmax(-1)
-        p.mul_(v_scale[:, None])
-        p = p.to(y.dtype)
-        for head, out in enumerate(y[:, part]):
-            out.copy_(torch._weight_int8pack_mm(p[head], v[head], ones))
+        p.mul_(v_scale[heads][:, None])
+        p = p.to(q.dtype)
+        for out, weights, values in zip(y[part], p, v[heads]):
+            out.copy_(torch._weight_int8pack_mm(weights, values.contiguous(), ones))
+    return y.view(B, H, T, E)
 
 
 @torch.library.register_fake("quickdraft::attend_codes")
@@ -210,8 +192,11 @@ class CodedCache(KVCache):
         """Keys as they are coded, and values, both (B, G, S, E) in the mask's dtype."""
         k, k_scale, v, v_scale = self.read_codes(B, visible)
         pairs = ((k, k_scale), (v.contiguous(), v_scale))  # kernels read rows of E
-        numbers = [codes.view(self.code_dtype).float() * scale[..., None] for codes, scale in pairs]
-        return [x.to(visible.mask.dtype) for x in numbers]
+        dtype = visible.mask.dtype
+        return [
+            (codes.view(self.code_dtype).float() * scale[..., None]).to(dtype)
+            for codes, scale in pairs
+        ]
 
 
 class Int8Cache(CodedCache):

@@ -2,7 +2,6 @@
 
     compiled                    a function as one graph; StepCompiler keeps those of an engine
     compile_options             Inductor's settings for decode steps and for prompts
-    recompile_options           keep compiled code per `torch.compile` call instead of per function
     mark_dynamic                let a dimension change without recompiling
     is_small_batch              compare a number of rows that may be dynamic with a bound
     filter_guards               the conditions that compiled code checks before it runs
@@ -74,20 +73,6 @@ def module_of(handle: Tensor) -> nn.Module:
     return _modules[handle.item()]
 
 
-def recompile_options() -> dict[str, bool]:
-    """Arguments of `torch.compile` for a function that is compiled anew for each engine, sampling
-    path and draft length.
-
-    torch keeps compiled code per function and stops at eight variants. torch 2.13 can keep it per
-    call; older versions get a higher limit, and `compile_options` adds an option that differs from
-    call to call.
-    """
-    if CAN_ISOLATE:
-        return {"isolate_recompiles": True}
-    torch._dynamo.config.recompile_limit = MAX_VARIANTS
-    return {}
-
-
 def mark_dynamic(tensor: Tensor, dim: int) -> None:
     """Let this dimension change without recompiling."""
     torch._dynamo.mark_dynamic(tensor, dim)
@@ -129,22 +114,26 @@ def compile_options(device: torch.device, prompts: bool) -> dict[str, object]:
         # Those that this version knows.
         known_options = torch._inductor.config.get_config_copy()
         gpu_options = {name: x for name, x in GPU_OPTIONS.items() if name in known_options}
-    # Before 2.13, two calls of torch.compile with equal options share compiled code. Nothing reads
-    # this folder, because Inductor's debug traces are off, and no key of torch's caches depends on
-    # it.
-    isolating_options = {} if CAN_ISOLATE else {"trace.debug_dir": f"call-{next(_call_numbers)}"}
-    return (
-        options | UNCHECKED | {"guard_filter_fn": filter_guards} | isolating_options | gpu_options
-    )
+    return options | UNCHECKED | {"guard_filter_fn": filter_guards} | gpu_options
 
 
 def compiled(function: Callable, device: torch.device, prompts: bool = False) -> Callable:
     """`function` as one graph with static shapes, except for dimensions marked dynamic. On a GPU
-    steps are replayed as CUDA graphs; prompts have too many lengths for that."""
+    steps are replayed as CUDA graphs; prompts have too many lengths for that.
+
+    A function is compiled anew for each engine, sampling path and draft length, but torch keeps
+    compiled code per function and stops at eight variants. torch 2.13 can keep it per call.
+    """
     options = compile_options(device, prompts)
-    return torch.compile(
-        function, fullgraph=True, dynamic=False, options=options, **recompile_options()
-    )
+    if CAN_ISOLATE:
+        isolation = {"isolate_recompiles": True}
+    else:
+        isolation = {}
+        torch._dynamo.config.recompile_limit = MAX_VARIANTS
+        # Two calls with equal options would share compiled code. Nothing reads this folder, because
+        # Inductor's debug traces are off, and no key of torch's caches depends on it.
+        options["trace.debug_dir"] = f"call-{next(_call_numbers)}"
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options, **isolation)
 
 
 class StepCompiler:

@@ -28,7 +28,6 @@ import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -486,7 +485,7 @@ def sums_exactly(form: type[PackedInt8]) -> bool:
         sums = packed.run_kernel(digits)
     except (RuntimeError, AttributeError):  # torch.ops lacks an operator that was not built
         return False
-    return torch.equal(sums, torch.full((1, 32), float(127 * largest * n)))
+    return bool((sums == 127 * largest * n).all())
 
 
 def to_digits(x: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
@@ -565,35 +564,29 @@ def int4_kernel_on_ones(out: int, n: int, dtype: torch.dtype) -> Callable[[Tenso
     return lambda x: INT4_KERNEL(x, packed, torch.tensor(group), scales)
 
 
-class Int4Block(NamedTuple):
-    """aten's layout of int4 codes: for each block of outputs and each input the bytes with the
-    codes of all outputs, whose `order` (n,) is that of the low halves, then that of the high
-    ones."""
-
-    num_outputs: int
-    order: Tensor
-
-    def codes(self, packed: Tensor) -> Tensor:
-        """Bytes (blocks, K, n / 2) -> codes (K, blocks, n) uint8, the outputs in their order."""
-        halves = packed.transpose(0, 1)  # (K, blocks, n / 2)
-        return torch.cat((halves & 15, halves >> 4), dim=-1)
+def int4_codes(packed: Tensor) -> Tensor:
+    """Bytes (blocks, K, n / 2) of aten's layout -> codes (K, blocks, n) uint8. For each block of n
+    outputs and each input, the low halves of the bytes come first, then the high ones."""
+    halves = packed.transpose(0, 1)  # (K, blocks, n / 2)
+    return torch.cat((halves & 15, halves >> 4), dim=-1)
 
 
 @functools.cache
-def int4_block() -> Int4Block | None:
-    """The layout on this processor, found by packing the numbers of 128 outputs, digit by digit;
-    None if it is another one."""
-    K = 4
-    number = torch.arange(128)[:, None].expand(-1, K)  # (128, K)
-    low, high = [pack_int4(digit.int().contiguous()) for digit in (number & 15, number >> 4)]
+def int4_order() -> Tensor | None:
+    """A block's outputs (n,) in the order of `int4_codes` on this processor, found by packing the
+    numbers of 128 outputs, with a binary digit for each input; None if the layout is another
+    one."""
+    K = 8
+    digit = torch.arange(K)
+    number = torch.arange(128)[:, None]  # (128, 1)
+    digits = number >> digit & 1  # (128, K)
+    packed = pack_int4(digits.int())
     for n in (16, 32, 64):
-        block = Int4Block(n, torch.arange(n))
-        shape = (-1, K, n // 2)
-        numbers = block.codes(low.view(shape)) + 16 * block.codes(high.view(shape))
-        order = numbers[0, 0].long()  # (n,)
-        first = torch.arange(0, 128, n)[:, None]  # (128 / n, 1) of each block
-        if torch.equal(numbers.long(), (first + order).expand(K, -1, -1)):
-            return Int4Block(n, order)
+        digits = int4_codes(packed.view(-1, K, n // 2)).long()  # (K, 128 / n, n)
+        numbers = (digits << digit[:, None, None]).sum(0)  # (128 / n, n)
+        order = numbers[0]
+        if torch.equal(numbers, number[::n] + order):
+            return order
     return None
 
 
@@ -603,9 +596,9 @@ def int4_product_by_slices(
     """x (M, K), aten's packed codes of N outputs, and pairs (K / g, N, 2) -> (M, N): some outputs
     at a time are unpacked, w = (code - 8) * scale + zero, and multiplied in x's dtype or, where the
     processor has no products of that, in float32."""
-    block = int4_block()
+    order = int4_order()
     M, K = x.shape
-    n = block.num_outputs
+    n = len(order)
     blocks = packed.view(-1, K, n // 2)  # (N / n, K, n / 2)
     pairs = scales_and_zeros.view(K // group, -1, n, 2)
     dtype = product_dtype(x.dtype)
@@ -614,11 +607,11 @@ def int4_product_by_slices(
     size = max(1, SLICE_WEIGHTS // (K * n))
     for begin in range(0, len(blocks), size):
         some = slice(begin, begin + size)
-        codes = block.codes(blocks[some]).float()  # (K, b, n)
+        codes = int4_codes(blocks[some]).float()  # (K, b, n)
         codes = codes.view(K // group, group, -1, n)  # (K / g, g, b, n)
-        scale, zero = pairs[:, some, block.order].float().unbind(-1)  # (K / g, b, n)
+        scale, zero = pairs[:, some, order].float().unbind(-1)  # (K / g, b, n)
         weights = torch.addcmul(zero[:, None], codes - KERNEL_CENTER, scale[:, None])
         weights = weights.to(dtype).view(K, -1)  # (K, b * n)
         products = (inputs @ weights).to(x.dtype)  # (M, b * n)
-        y[:, some, block.order] = products.view(M, -1, n)
+        y[:, some, order] = products.view(M, -1, n)
     return y.flatten(1)  # (M, N / n, n) -> (M, N)

@@ -540,26 +540,26 @@ def dequantize_tensor(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Parts -> weights (out, in)."""
-    return decode_by_chunks(format_of(scheme).dequantize, tensors, dtype)
+    return by_chunks(format_of(scheme).dequantize, tensors, dtype)
 
 
-def decode_by_chunks(
-    decode: Callable[[dict[str, Tensor]], Tensor],
+def by_chunks(
+    convert: Callable[[dict[str, Tensor]], Tensor],
     parts: dict[str, Tensor],
     dtype: torch.dtype,
 ) -> Tensor:
-    """decode(parts), float32 (out, in), cast to `dtype` chunk by chunk. Compiled code fuses and
-    needs no chunks."""
+    """convert(parts), such as weights (out, in), cast to `dtype` chunk by chunk. Compiled code
+    fuses and needs no chunks."""
     if torch.compiler.is_compiling():
-        return decode(parts).to(dtype)
+        return convert(parts).to(dtype)
     codes = parts["codes"]
-    weight = None
+    result = None
     for rows in row_chunks(len(codes), codes[0].nbytes):
-        w = decode({name: part[rows] for name, part in parts.items()})
-        if weight is None:
-            weight = w.new_empty(len(codes), w.size(1), dtype=dtype)
-        weight[rows] = w
-    return weight
+        chunk = convert({name: part[rows] for name, part in parts.items()})
+        if result is None:
+            result = chunk.new_empty(len(codes), chunk.size(1), dtype=dtype)
+        result[rows] = chunk
+    return result
 
 
 def release_memory() -> None:

@@ -224,17 +224,17 @@ class QuantizedLinear(RowsLinear):
 
             for name, part in self.parts().items():
                 self.set_part(name, gpu.as_compilable(part))
-        elif device == "cpu":
+            return
+        if device == "cpu":
             weight = self.dequantized(self.dtype)
             self.packed = cpu.prepack_weight(weight)
             self.expanded_bytes = weight.nbytes - self.stored_bytes
             self.free(*self.parts())
             dtype = str(self.dtype).removeprefix("torch.")
-            note = f"no kernel here reads them; weights are held in {dtype} instead"
-            note_once(self.scheme, note)
+            note = f"weights are held in {dtype} instead"
         else:
-            note = "no kernel here reads them; weights are unpacked for every product: slow"
-            note_once(self.scheme, note)
+            note = "weights are unpacked for every product: slow"
+        note_once(self.scheme, f"no kernel here reads them; {note}")
 
     def free(self, *names: str) -> None:
         """Free parts that the kernel holds in its own form, unless an embedding reads them. The
@@ -380,8 +380,8 @@ class Int4Linear(QuantizedLinear):
         codes = torch.zeros(num_outputs, self.in_features, dtype=torch.int32)
         for rows in row_chunks(*self.codes.shape):
             codes[: self.out_features][rows] = formats.unpack_bits(self.codes[rows], 4)
-        block = cpu.int4_block()
-        self.has_slices = block is not None and num_outputs % block.num_outputs == 0
+        order = cpu.int4_order()
+        self.has_slices = order is not None and num_outputs % len(order) == 0
         self.free(*self.parts())
         packed = cpu.pack_int4(codes)
         self.register_buffer("packed_codes", packed, persistent=False)
@@ -433,11 +433,10 @@ class MxLinear(QuantizedLinear):
             return super().prepack()
         from weights import gpu
 
-        columns = self.codes.size(1) // 4  # bytes -> words
-        words = self.codes.new_empty(self.out_features, columns, dtype=torch.int32)
-        for rows in row_chunks(self.out_features, self.in_features):
-            words[rows] = gpu.pack_words(self.codes[rows], self.format.bits, self.format.group)
-        self.set_part("codes", words)
+        def pack(parts: dict[str, Tensor]) -> Tensor:
+            return gpu.pack_words(parts["codes"], self.format.bits, self.format.group)
+
+        self.set_part("codes", formats.by_chunks(pack, self.parts(), torch.int32))
         self.has_words = True
 
     def decoded(self, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -445,9 +444,7 @@ class MxLinear(QuantizedLinear):
             return super().decoded(parts, dtype)
         from weights import gpu
 
-        return formats.decode_by_chunks(
-            functools.partial(gpu.decode_words, self.format), parts, dtype
-        )
+        return formats.by_chunks(functools.partial(gpu.decode_words, self.format), parts, dtype)
 
     def is_fused(self, x: Tensor) -> bool:
         return self.has_words and super().is_fused(x)

@@ -22,7 +22,7 @@ from torch import Tensor
 from decoding.errors import UserError
 from loading.files import Expected
 from loading.folder import Matrix
-from weights.formats import FORMATS, decode_by_chunks, unpack_bits
+from weights.formats import FORMATS, by_chunks, unpack_bits
 
 # Stored types, as safetensors calls them.
 WORDS = ("I32",)
@@ -160,7 +160,7 @@ class IntegerLayout:
 
         parts = {"codes": self.codes(m), "zero": self.zero_points(m), "scale": self.scales(m)}
         parts["scale"] = parts["scale"].float()
-        return decode_by_chunks(decode, parts, torch.float32)
+        return by_chunks(decode, parts, torch.float32)
 
 
 def are_runs(groups: Tensor, size: int) -> bool:
