@@ -105,6 +105,7 @@ def gptq(w: Tensor, hessian: Tensor, format: Int4) -> dict[str, Tensor]:
     ordered = hessian[order][:, order]
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(ordered))
     factor = torch.linalg.cholesky(inverse, upper=True)  # (in, in)
+    # From here on, columns stand in this order.
     w = w[:, order]
     scale = scale.T[order]  # (in, out)
     zero = zero.T[order]

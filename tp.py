@@ -281,6 +281,7 @@ class Ranks:
         return gathered.movedim(0, -2).flatten(-2)  # (world, ..., n) -> (..., world * n)
 
     def _collective(self, name: str, x: Tensor, argument: object) -> Tensor:
+        """A collective by torch's name for it, with its one argument beside x and the group."""
         if self.world == 1:
             return x
         operators = torch.ops._c10d_functional

@@ -99,7 +99,7 @@ class RowKernel(nn.Module):
     row_split = RowSplit()
 
     def use_kernel(self, row_split: RowSplit, kernel_outputs: int) -> None:
-        """Let `run_kernel` run `kernel` on a CPU."""
+        """Let `run_kernel` run `kernel`, which gives as many outputs a row, on a CPU."""
         self.row_split = row_split
         self.kernel_outputs = kernel_outputs
         register_handle(self)
@@ -379,10 +379,11 @@ class PackedInt8(PackedWeights):
         self.zeros = torch.zeros(len(codes), dtype=torch.int64)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x (M, in) of a float type -> (M, out) of that type"""
         return self.product(x).to(x.dtype)
 
     def product(self, x: Tensor) -> Tensor:
-        """x (M, in) of a float type -> (M, out) float32"""
+        """`forward`, in float32"""
         digits, step = to_digits(x, self.digit_bits)
         return from_digits(self.run_kernel(digits), step, self.digit_bits)
 

@@ -122,6 +122,7 @@ class Format:
     # If a rank's shard is smaller, the rank quantizes the full weight and keeps its shard. A
     # subclass that overrides `quantize` sets its own scope.
     scope: ClassVar[str] = "rows"
+    factor: ClassVar[float] = 1.0  # of all elements
 
     def shapes(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Part -> (shape, dtype). The first dimension of every part is `rows`; one part is called
@@ -161,8 +162,6 @@ class Format:
             weights = weights + zero[..., None]
         weights = weights.flatten(1)  # (out, in / g, g) -> (out, in)
         return weights[:, :columns]
-
-    factor: ClassVar[float] = 1.0
 
     def unpacked(self, codes: Tensor) -> Tensor:
         """Stored codes -> one number each (out, in)."""

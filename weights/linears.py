@@ -1,5 +1,6 @@
 """Linears that own their weights in a stored form.
 
+    RowsLinear                           a Linear by its product of rows: the base of those below
     QuantizedLinear                      a Linear that owns the parts of a format: from_float, pack
     Int8Linear, Int4Linear, MxLinear     its subclasses with a kernel that reads the codes
     QuantizedEmbedding                   rows of a tied, quantized head

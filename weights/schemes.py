@@ -64,8 +64,7 @@ def scheme_of(name: str | None) -> Scheme:
 def check_scheme(scheme: str, names: Collection[str] | None = None) -> None:
     """UserError for a scheme that is none of `names`, by default of those to choose from and those
     of files."""
-    if names is None:
-        names = (*SCHEMES, *STORED_SCHEMES)
+    names = names or (*SCHEMES, *STORED_SCHEMES)
     if scheme not in names:
         raise UserError(
             f"quantization scheme {scheme!r} does not exist; there are {', '.join(names)}"
