@@ -114,14 +114,19 @@ def gptq(w: Tensor, hessian: Tensor, format: Int4) -> dict[str, Tensor]:
         end = min(begin + BLOCK_COLUMNS, len(order))
         errors = []
         for i in range(begin, end):
-            code = ((w[:, i] - zero[i]) / scale[i]).round()
+            weights = w[:, i]  # (out,)
+            step = scale[i]
+            offset = zero[i]
+            code = ((weights - offset) / step).round()
             code = code.clamp(-format.center, 15 - format.center)
             codes.append(code + format.center)
-            error = (w[:, i] - code * scale[i] - zero[i]) / factor[i, i]
+            error = (weights - code * step - offset) / factor[i, i]
             errors.append(error)
             w[:, i + 1 : end] -= error[:, None] * factor[i, i + 1 : end]
-        w[:, end:] -= torch.stack(errors, 1) @ factor[begin:end, end:]
-    codes = torch.stack(codes, 1)[:, order.argsort()]
+        block_errors = torch.stack(errors, 1)  # (out, size)
+        w[:, end:] -= block_errors @ factor[begin:end, end:]
+    codes = torch.stack(codes, 1)  # (out, in)
+    codes = codes[:, order.argsort()]
     return parts | {"codes": formats.pack_bits(codes, 4)}
 
 
