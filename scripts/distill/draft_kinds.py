@@ -17,7 +17,7 @@ import contextlib
 import itertools
 import json
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,14 +61,17 @@ def training_autocast(model: Transformer) -> contextlib.AbstractContextManager:
     return torch.autocast(weight.device.type, torch.bfloat16)
 
 
-def visible_by_mask(model: Transformer, pos: Tensor, dtype: torch.dtype) -> dict:
-    """Transformer.visible_by_window for queries that attend by `model.mask` (T, S)."""
-    B = pos.size(0)
-    H, G = model.layers[0].attention.heads()
-    visible = model.mask.expand(B, 1, -1, -1)  # (B, 1, T, S)
-    mask = AttentionMask(visible, None)
-    bias = AttentionKernel().prepare(mask, H // G, dtype)  # (B, 1, R*T, S)
-    return dict.fromkeys(model.windows, bias)
+class Masked:
+    """A model in training, which attends by `mask` (T, S)."""
+
+    mask: Tensor
+
+    def visible_by_window(self, pos: Tensor, caches, dtype: torch.dtype) -> dict:
+        H, G = self.layers[0].attention.heads()
+        visible = self.mask.expand(len(pos), 1, -1, -1)  # (B, 1, T, S)
+        mask = AttentionMask(visible, None)
+        bias = AttentionKernel().prepare(mask, H // G, dtype)  # (B, 1, R*T, S)
+        return dict.fromkeys(self.windows, bias)
 
 
 def positions_to_learn(first: int, last: int, n: int, seed: int | None) -> Tensor:
@@ -84,6 +87,9 @@ class Kind:
     position in a draft."""
 
     aux_layer_ids: tuple[int, ...] = ()  # the target's layers whose inputs the draft reads
+    model_class: type = Transformer  # of a draft that decodes
+    trained_class: type = Transformer  # of one in training
+    drafter_class: type = ModelDraft
 
     def __init__(self, hf: dict, target: Config, depth: int):
         self.hf = hf
@@ -99,9 +105,12 @@ class Kind:
         """(V,): how often tokens (n,) have each id."""
         return torch.bincount(tokens.long(), minlength=self.target.vocab_size)
 
+    def model_of(self, model_class: type) -> Transformer:
+        return model_class(config_from_hf(self.hf))
+
     def new_model(self) -> Transformer:
         """A model in float32 for training, without initial weights."""
-        return Transformer(config_from_hf(self.hf))
+        return self.model_of(self.trained_class)
 
     def empty_model(self, dtype: torch.dtype, device: torch.device | str) -> Transformer:
         """A model as loading makes it, before its weights are read."""
@@ -112,8 +121,14 @@ class Kind:
     def bind(self, draft: Transformer, target: Transformer) -> None:
         """Give the draft the modules of its target that it uses, and the ids that it drafts."""
 
+    def copy_of(self, model: Transformer) -> Transformer:
+        """A draft that decodes, with the weights, dtype and device of one in training."""
+        draft = self.model_of(self.model_class).to(model.norm.weight)
+        draft.load_state_dict(model.state_dict())
+        return draft.requires_grad_(False).eval()
+
     def drafter(self, model: Transformer) -> Drafter:
-        return ModelDraft(model)
+        return self.drafter_class(self.copy_of(model))
 
     def states(
         self, draft: Transformer, target: Transformer, rows: Tensor, seed: int | None
@@ -172,19 +187,14 @@ class Kind:
         save_model(model, folder, self.hf)
 
 
-class Masked(Transformer):
-    """A model that attends by `mask` (N, N) in calls without caches."""
-
-    mask: Tensor
-
-    def visible_by_window(self, pos: Tensor, caches, dtype: torch.dtype) -> dict:
-        if caches is None:
-            return visible_by_mask(self, pos, dtype)
-        return super().visible_by_window(pos, caches, dtype)
+class TrainedPard(Masked, Transformer):
+    """A PARD draft in training."""
 
 
 class Pard(Kind):
     """A model with one more token, the mask."""
+
+    trained_class = TrainedPard
 
     def __init__(self, hf: dict, target: Config, depth: int):
         self.mask_id = hf["vocab_size"]
@@ -192,13 +202,12 @@ class Pard(Kind):
         super().__init__(hf | pard_keys, target, depth)
         self.num_positions = depth
 
-    def new_model(self) -> Transformer:
-        return Masked(config_from_hf(self.hf))
-
     def drafter(self, model: Transformer) -> Drafter:
-        return PardDraft(model, self.mask_id)
+        return PardDraft(self.copy_of(model), self.mask_id)
 
-    def pairs(self, draft: Masked, rows: Tensor, streams: list[Tensor], seed: int | None) -> Pairs:
+    def pairs(
+        self, draft: TrainedPard, rows: Tensor, streams: list[Tensor], seed: int | None
+    ) -> Pairs:
         """The rows, and chains of K - 1 masks after T / (K - 1) of their positions. A token sees
         the tokens before it. A mask sees the tokens before its chain, and the masks before it."""
         B, T = rows.shape
@@ -265,29 +274,30 @@ class GrowingCache:
         return attend(q, k, v, mask, sinks)
 
 
-class Trained:
-    """A draft in training that attends by `mask` (T, S). It uses the target's embedding, which is
-    not trained."""
+class Trained(Masked):
+    """A draft in training that uses the target's embedding, which is not trained."""
 
-    mask: Tensor
     embeddings: list  # of the target's embedding: modules in a list are not submodules
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.embeddings[0](tokens).to(self.norm.weight.dtype)
 
-    def visible_by_window(self, pos: Tensor, caches, dtype: torch.dtype) -> dict:
-        return visible_by_mask(self, pos, dtype)
+
+class Published(Kind):
+    """A kind whose folder has the tensors of a published layout."""
+
+    def tensors(self, model: Transformer) -> dict[str, Tensor]:
+        return dict(model.stored_parts())
+
+    def save(self, model: Transformer, folder: Path) -> None:
+        tensors = self.tensors(model)
+        copies = {name: x.detach().contiguous().clone() for name, x in tensors.items()}
+        save_tensors(folder / "model.safetensors", copies)
+        text = json.dumps(self.hf, indent=2) + "\n"
+        write_atomically(folder / "config.json", lambda partial: partial.write_text(text))
 
 
-def copy_weights(model: Transformer, draft: Transformer) -> None:
-    """Give a draft that decodes the weights, the dtype and the device of one in training."""
-    draft.to(model.norm.weight)
-    draft.load_state_dict(model.state_dict())
-    draft.requires_grad_(False)
-    draft.eval()
-
-
-class PairKind(Kind):
+class PairKind(Published):
     """A kind whose model reads pairs of a token and the state before it."""
 
     def __init__(self, hf: dict, target: Config, depth: int):
@@ -337,6 +347,9 @@ class Eagle3(PairKind):
     """One layer in SafeAILab's layout, with a head for `vocab` of the target's tokens (default:
     all)."""
 
+    model_class = EagleModel
+    trained_class = TrainedEagle
+
     def __init__(self, hf: dict, target: Config, depth: int, vocab: int | None = None):
         eagle_keys = {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -352,8 +365,8 @@ class Eagle3(PairKind):
         self.hf["target_hidden_states"] = list(self.eagle.state_ids)
         self.aux_layer_ids = self.eagle.state_ids
 
-    def new_model(self) -> EagleModel:
-        return TrainedEagle(config_from_hf(self.eagle.layer), self.eagle, False)
+    def model_of(self, model_class: type[EagleModel]) -> EagleModel:
+        return model_class(config_from_hf(self.eagle.layer), self.eagle, False)
 
     def bind(self, draft: TrainedEagle, target: Transformer) -> None:
         draft.embeddings = [target.embed]
@@ -370,10 +383,8 @@ class Eagle3(PairKind):
         self.ids = most_frequent.sort().values
 
     def drafter(self, model: EagleModel) -> Drafter:
-        config = config_from_hf(self.eagle.layer)
-        draft = EagleModel(config, self.eagle, False)
+        draft = self.copy_of(model)
         draft.register_buffer("ids", model.ids, persistent=False)
-        copy_weights(model, draft)
         return PairDraft(draft)
 
     def logits(self, draft: TrainedEagle, states: Tensor) -> Tensor:
@@ -385,27 +396,15 @@ class Eagle3(PairKind):
             return x
         return x[..., self.ids.to(x.device)]
 
-    def save(self, model: EagleModel, folder: Path) -> None:
-        tensors = copies_of(model.parts_by_name("midlayer").items())
+    def tensors(self, model: EagleModel) -> dict[str, Tensor]:
         draft_ids = torch.arange(len(self.ids))
         has_draft_id = torch.zeros(self.target.vocab_size, dtype=torch.bool)
         has_draft_id[self.ids] = True
-        tensors["d2t"] = self.ids - draft_ids
-        tensors["t2d"] = has_draft_id
-        write_folder(folder, self.hf, tensors)
+        maps = {"d2t": self.ids - draft_ids, "t2d": has_draft_id}
+        return model.parts_by_name("midlayer") | maps
 
 
-def copies_of(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: x.detach().contiguous().clone() for name, x in named_tensors}
-
-
-def write_folder(folder: Path, hf: dict, tensors: dict[str, Tensor]) -> None:
-    save_tensors(folder / "model.safetensors", tensors)
-    text = json.dumps(hf, indent=2) + "\n"
-    write_atomically(folder / "config.json", lambda partial: partial.write_text(text))
-
-
-class TargetHead(Kind):
+class TargetHead(Published):
     """A kind that uses the target's embedding and head, which are not trained."""
 
     def bind(self, draft: Trained, target: Transformer) -> None:
@@ -425,6 +424,10 @@ class TrainedMtp(Trained, MtpModel):
 class MtpHead(PairKind, TargetHead):
     """A layer of the target's own kind, dense and without a window, in the layout of the target's
     family (drafts.mtp). `hf`: the target's config.json."""
+
+    model_class = MtpModel
+    trained_class = TrainedMtp
+    drafter_class = MtpDraft
 
     def __init__(self, hf: dict, target: Config, depth: int):
         super().__init__(
@@ -448,20 +451,9 @@ class MtpHead(PairKind, TargetHead):
     def model_of(self, model_class: type[MtpModel]) -> MtpModel:
         return model_class(self.config, self.mtp, self.target.n_layers)
 
-    def new_model(self) -> MtpModel:
-        return self.model_of(TrainedMtp)
-
     def target_states(self, target: Transformer, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
         h, streams = super().target_states(target, rows)
         return h, [h] if self.mtp.reads_normed else streams
-
-    def drafter(self, model: MtpModel) -> Drafter:
-        draft = self.model_of(MtpModel)
-        copy_weights(model, draft)
-        return MtpDraft(draft)
-
-    def save(self, model: MtpModel, folder: Path) -> None:
-        write_folder(folder, self.hf, copies_of(model.stored_parts()))
 
 
 class TrainedDFlash(Trained, DFlashModel):
@@ -471,6 +463,10 @@ class TrainedDFlash(Trained, DFlashModel):
 class DFlash(TargetHead):
     """z-lab's layout: a block is a decided token and `depth` masks. The mask's id is the text's
     rarest token."""
+
+    model_class = DFlashModel
+    trained_class = TrainedDFlash
+    drafter_class = DFlashDraft
 
     def __init__(self, hf: dict, target: Config, depth: int):
         dflash_keys = {
@@ -506,13 +502,8 @@ class DFlash(TargetHead):
         options["mask_token_id"] = mask
         self.dflash = self.dflash._replace(mask=mask)
 
-    def new_model(self) -> DFlashModel:
-        return TrainedDFlash(self.config, self.dflash)
-
-    def drafter(self, model: DFlashModel) -> Drafter:
-        draft = DFlashModel(self.config, self.dflash)
-        copy_weights(model, draft)
-        return DFlashDraft(draft)
+    def model_of(self, model_class: type[DFlashModel]) -> DFlashModel:
+        return model_class(self.config, self.dflash)
 
     def pairs(
         self, draft: TrainedDFlash, rows: Tensor, streams: list[Tensor], seed: int | None
@@ -557,9 +548,6 @@ class DFlash(TargetHead):
         layers = tuple(GrowingCache(k, v) for k, v in keys_values)
         return Caches(layers, pos)
 
-    def save(self, model: DFlashModel, folder: Path) -> None:
-        write_folder(folder, self.hf, copies_of(model.stored_parts()))
-
 
 def head_of(target: Transformer) -> Tensor:
     """The matrix (V, D) of the target's head, which may be quantized or packed."""
@@ -570,19 +558,16 @@ def head_of(target: Transformer) -> Tensor:
     return columns.T.to(weight.dtype)
 
 
-class TrainedDSpark(DFlashModel):
-    """A DSpark draft in training, which attends by `mask` (T, S)."""
-
-    mask: Tensor
-
-    def visible_by_window(self, pos: Tensor, caches, dtype: torch.dtype) -> dict:
-        return visible_by_mask(self, pos, dtype)
+class TrainedDSpark(Masked, DFlashModel):
+    """A DSpark draft in training."""
 
 
 class DSpark(DFlash):
     """DeepSpec's layout: a block is a decided token and `depth` - 1 masks. The folder has copies of
     the target's embedding and head, which are not trained, and no confidence head, because decoding
     here does not read it."""
+
+    trained_class = TrainedDSpark
 
     def layout_keys(self, layer_ids: list[int]) -> dict:
         return {
@@ -598,7 +583,7 @@ class DSpark(DFlash):
         }
 
     def new_model(self) -> DFlashModel:
-        draft = TrainedDSpark(self.config, self.dflash)
+        draft = super().new_model()
         draft.embed.requires_grad_(False)
         draft.lm_head.requires_grad_(False)
         return draft
