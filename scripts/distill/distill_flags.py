@@ -8,7 +8,7 @@ from cli.flags import FLAGS, Parser, positive
 from loading.hub import PATH_HELP, checkpoint_path
 
 SIZES = {  # flags of numbers without a default of their own
-    "--layers": "of a model or pard, without --from_layers, or of dflash or dspark (default: 1)",
+    "--layers": "of a model or pard, or of dflash or dspark (default: 1)",
     "--draft_vocab": "of eagle3: draft only the N most frequent tokens",
     "--dim": "hidden size of a model or pard; the other kinds have the target's",
     "--heads": "default: heads of 64, or of the largest even size below 64 that divides --dim",
@@ -42,11 +42,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     for name, help in SIZES.items():
         add(name, type=positive, metavar="N", help=help)
-    add(
-        "--from_layers",
-        metavar="LAYERS",
-        help="start from layers of the target, with its sizes: 0-1,28-29",
-    )
     separators = "<|endoftext|> or, without any, by blank lines"
     add("--text", type=Path, metavar="FILE", help=f"documents, separated by {separators}")
     add(
