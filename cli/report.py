@@ -79,23 +79,19 @@ def bytes_read(engine: Engine, timing: Timing) -> int:
     """Bytes that the steps after the prompt read, of target and draft: weights as held, keys and
     values attended."""
     weights = functools.cache(weight_bytes)
-    runners = [engine.runner]
-    if engine.drafter is not None and engine.drafter.model is not None:
-        runners.append(engine.drafter.runner)
-    per_position = {
-        runner.model: position_bytes(runner.model, runner.cache_type) for runner in runners
-    }
-    target, *draft_models = [runner.model for runner in runners]
+    per_position = functools.cache(position_bytes)
+    drafter = engine.drafter
+    has_draft_model = drafter is not None and drafter.model is not None
     read = 0
     for step in timing.records:
         rows = len(step.positions)
-        passes = [(target, rows * (step.k + 1), step.k)]  # (model, rows, positions ahead)
-        for draft in draft_models:
-            num_passes = engine.drafter.passes(step.k) * step.runs_drafter
-            passes += [(draft, rows, ahead) for ahead in range(num_passes)]
-        for model, width, ahead in passes:
-            read += weights(model, width)
-            read += sum(attended_bytes(per_position[model], n + ahead) for n in step.positions)
+        passes = [(engine.runner, rows * (step.k + 1), step.k)]  # (runner, rows, positions ahead)
+        if has_draft_model and step.runs_drafter:
+            passes += [(drafter.runner, rows, ahead) for ahead in range(drafter.passes(step.k))]
+        for runner, width, ahead in passes:
+            sizes = per_position(runner.model, runner.cache_type)
+            read += weights(runner.model, width)
+            read += sum(attended_bytes(sizes, n + ahead) for n in step.positions)
     return read
 
 

@@ -849,7 +849,6 @@ def test_a_chat_on_a_terminal(chat_folder):
     assert int(again[1]) + int(again[2]) == len(opening)
     terminal.wait_for("> ")
     terminal.type("\x04")
-    terminal.wait_for("steps ran eagerly; --compile makes them faster")
     assert terminal.process.wait(timeout=30) == 0
 
 
