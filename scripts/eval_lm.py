@@ -21,7 +21,6 @@ if __name__ == "__main__":  # before torch is imported
     prepare()
 
 import dataclasses
-import itertools
 import json
 import math
 import sys
@@ -219,8 +218,6 @@ class QuickdraftLM(TemplateLM):
         self.seed = seed
         self.name = name
         self._notices: set[str] = set()  # those that have been printed
-        # The last generation's engine, reused by later ones that fit in it.
-        self.engine: Engine | None = None
         self._device = model.norm.weight.device
 
     @property
@@ -295,14 +292,7 @@ class QuickdraftLM(TemplateLM):
         `loglikelihood` has encoded the two texts together and moved spaces from the context's end
         to the continuation. Requests with the same input tokens, such as choices of one token each,
         share a row; rows with the same context run it once."""
-        continuations_by_row = self._input_rows(requests)
-        rows_by_prefix = self._shared_prefixes(continuations_by_row)
-        in_branches = {row for rows in rows_by_prefix.values() for row in rows}
-        lone_rows = [row for row in continuations_by_row if row not in in_branches]
-        scores = itertools.chain(
-            self._score_prefixes(rows_by_prefix, continuations_by_row),
-            self._score_rows(lone_rows, continuations_by_row),
-        )
+        scores = self._scores(self._input_rows(requests))
         results: list = [None] * len(requests)
         for number, result in tqdm(
             scores, total=len(requests), desc="score", leave=False, disable=disable_tqdm
@@ -353,26 +343,20 @@ class QuickdraftLM(TemplateLM):
             if 0 < len(prefix) <= limit and len(rows) > 1
         }
 
-    def _score_prefixes(
-        self,
-        rows_by_prefix: dict[InputRow, list[InputRow]],
-        continuations_by_row: dict[InputRow, list[Continuation]],
+    def _scores(
+        self, continuations_by_row: dict[InputRow, list[Continuation]]
     ) -> Iterator[tuple[int, Score]]:
-        for prefixes in self._batches(rows_by_prefix):
-            branches = [
-                [
-                    Branch(row[len(prefix) :], continuations_by_row[row])
-                    for row in rows_by_prefix[prefix]
-                ]
-                for prefix in prefixes
-            ]
+        """What `score` yields for all rows: first for those that share a prefix."""
+        lone_rows = dict(continuations_by_row)
+        branches_by_prefix: dict[InputRow, list[Branch]] = {}
+        for prefix, rows in self._shared_prefixes(continuations_by_row).items():
+            n = len(prefix)
+            branches_by_prefix[prefix] = [Branch(row[n:], lone_rows.pop(row)) for row in rows]
+        for prefixes in self._batches(branches_by_prefix):
+            branches = [branches_by_prefix[prefix] for prefix in prefixes]
             yield from score_branches(self.model, prefixes, branches)
-
-    def _score_rows(
-        self, rows: list[InputRow], continuations_by_row: dict[InputRow, list[Continuation]]
-    ) -> Iterator[tuple[int, Score]]:
-        for batch in self._batches(rows):
-            yield from score(self.model, batch, [continuations_by_row[row] for row in batch])
+        for batch in self._batches(lone_rows):
+            yield from score(self.model, batch, [lone_rows[row] for row in batch])
 
     def _batches(self, rows: Iterable[InputRow]) -> Iterator[list[InputRow]]:
         """Rows of similar length. The longest come first: if any does not fit in memory, they fail
@@ -419,7 +403,12 @@ class QuickdraftLM(TemplateLM):
             answers.append(answer)
         self._report_truncated(num_truncated, len(requests))
         numbers = {answer: number for number, answer in enumerate(answers)}
-        llm = LLM.from_engine(self._fit_engine(answers), self.tokenizer)
+        batch_size = min(self.batch_size, len(answers))
+        length = max(
+            len(answer.prompt) + answer.request_args["max_new_tokens"] for answer in answers
+        )
+        engine = Engine(self.model, batch_size, length, drafter=self.drafter)
+        llm = LLM.from_engine(engine, self.tokenizer)
         finished = tqdm(
             llm.run(answers),
             total=len(requests),
@@ -461,22 +450,6 @@ class QuickdraftLM(TemplateLM):
         # one before every text (sentencepiece).
         answer.stream = self.tokenizer.stream()
         return answer
-
-    def _fit_engine(self, answers: list[Answer]) -> Engine:
-        """The last engine, or a larger one where these answers need it."""
-        batch_size = min(self.batch_size, len(answers))
-        length = max(
-            len(answer.prompt) + answer.request_args["max_new_tokens"] for answer in answers
-        )
-        engine = self.engine
-        if engine is not None:
-            if batch_size <= engine.batch_size and length <= engine.max_seq_length:
-                return engine
-            batch_size = max(batch_size, engine.batch_size)
-            length = max(length, engine.max_seq_length)
-        self.engine = engine = None  # frees its caches before the next ones take memory
-        self.engine = Engine(self.model, batch_size, length, drafter=self.drafter)
-        return self.engine
 
     def _report_truncated(self, num_truncated: int, num_requests: int) -> None:
         if num_truncated:
