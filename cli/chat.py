@@ -67,13 +67,6 @@ def read_message() -> str | None:
 NAME_ERRORS = (OSError, ValueError, RuntimeError)
 
 
-def read_file(file: str) -> bytes:
-    try:
-        return Path(file).expanduser().read_bytes()
-    except NAME_ERRORS as error:
-        raise UserError(str(error)) from None
-
-
 def messages_of(lines: bytes, file: str) -> list[dict]:
     """The messages of the last line of JSON. UserError for a line that holds no conversation."""
     prompts, errors = parse_lines(lines.strip().split(b"\n")[-1:], file)
@@ -98,7 +91,7 @@ class Conversation:
         self.limit = llm.engine.max_seq_length
         system = options.prompts.system
         self.opening = [{"role": "system", "content": system}] if system else []
-        self.turns = []  # (message, its answer)
+        self.turns = []  # messages and their answers in turn
         self.has_dropped = False
         # Now, not at the first message: UserError for a --system, tools or variables that the
         # template does not read.
@@ -109,7 +102,8 @@ class Conversation:
         if not self.turns:
             print_status("there is no message yet")
             return None
-        message, _ = self.turns.pop()
+        message = self.turns[-2]
+        del self.turns[-2:]
         return message["content"]
 
     def save(self, file: str) -> None:
@@ -121,8 +115,8 @@ class Conversation:
             return
         try:
             with Path(file).expanduser().open("a", encoding="utf-8") as lines:
-                messages = [*self.opening, *itertools.chain(*self.turns)]
-                lines.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+                conversation = {"messages": self.opening + self.turns}
+                lines.write(json.dumps(conversation, ensure_ascii=False) + "\n")
             print_status(f"saved to {file}")
         except NAME_ERRORS as error:
             print_status(f"error: /save {file!r}: {error}")
@@ -132,18 +126,17 @@ class Conversation:
         messages = []
         if self.ranks.rank == 0:
             try:
-                messages = messages_of(read_file(file), file)
-            except UserError as error:
+                messages = messages_of(Path(file).expanduser().read_bytes(), file)
+            except NAME_ERRORS as error:  # UserError is a ValueError
                 print_status(f"error: /load {file!r}: {error}")
         messages = self.ranks.broadcast_object(messages)
         if messages:
             num_opening = len(messages) % 2  # a system message
             self.opening = messages[:num_opening]
-            self.turns = list(zip(messages[num_opening::2], messages[num_opening + 1 :: 2]))
+            self.turns = messages[num_opening:]
 
-    def encode(self, turns: list[tuple[dict, dict]], text: str) -> list[int]:
-        message = {"role": "user", "content": text}
-        conversation = [*self.opening, *itertools.chain(*turns), message]
+    def encode(self, turns: list[dict], text: str) -> list[int]:
+        conversation = [*self.opening, *turns, {"role": "user", "content": text}]
         ids = conversation_ids(self.tokenizer, conversation, **template_kwargs(vars(self.defaults)))
         return self.ranks.broadcast_object(ids)
 
@@ -156,7 +149,7 @@ class Conversation:
         prompt = self.encode(turns, text)
         room = requested or min(DEFAULT_NEW_TOKENS, self.limit // 4)
         while len(prompt) + room > self.limit and turns:
-            del turns[0]
+            del turns[:2]
             prompt = self.encode(turns, text)
         if len(prompt) + (requested or 1) > self.limit:
             print_status(
@@ -174,7 +167,7 @@ class Conversation:
 
     def add(self, text: str, answer: str) -> None:
         reply = {"role": "assistant", "content": self.defaults.prefill + answer}
-        self.turns.append(({"role": "user", "content": text}, reply))
+        self.turns += [{"role": "user", "content": text}, reply]
 
 
 def chat(llm: LLM, options: Options) -> None:
@@ -200,7 +193,7 @@ def chat(llm: LLM, options: Options) -> None:
     for turn_number in itertools.count():
         text = ranks.broadcast_object(read_message() if ranks.rank == 0 else None)
         if text is None or text.split()[:1] == ["/exit"]:
-            return say_what_compiling_gains(llm)
+            return
         text = run_command(conversation, text)
         if text is None:
             continue
@@ -210,14 +203,6 @@ def chat(llm: LLM, options: Options) -> None:
             if ranks.world > 1:  # ranks stop at different tokens, and torchrun ends them
                 raise
             print_status("[interrupted]")
-
-
-def say_what_compiling_gains(llm: LLM) -> None:
-    """On a terminal, after answers in eager steps on a CPU (docs/measured.md has the figures)."""
-    engine = llm.engine
-    is_eager = engine.runner.device.type == "cpu" and not engine.runner.compile
-    if is_eager and engine.scheduler.next_id and sys.stderr.isatty():
-        print_status("steps ran eagerly; --compile makes them faster, and its first start longer")
 
 
 def run_command(conversation: Conversation, text: str) -> str | None:
