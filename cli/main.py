@@ -12,16 +12,17 @@ from pathlib import Path
 import torch
 
 from cli.chat import chat
-from cli.errors import defer_interrupts, silent, use_threads
+from cli.errors import silent, use_threads
 from cli.exits import print_broken
 from cli.flags import FLAGS, with_chosen_seed
-from cli.opening import Workload, open_llm
+from cli.opening import open_llm
 from cli.options import Options
 from cli.output import Output, open_output
 from cli.page import write_report
 from cli.prompt_cache import PromptCache
 from cli.prompts import read_prompts
 from cli.report import report
+from cli.running import run_interruptibly
 from loading.files import write_atomically
 from loading.target import pick_device
 from tp import join, local_device
@@ -41,14 +42,14 @@ def main(options: Options) -> None:
         prompts, broken = everyone.broadcast_object(prompts_read)
         print_broken(broken, prompts)
         cache = PromptCache(options)
-        llm, rows, refused = open_llm(options, Workload(prompts), device, everyone)
+        llm, rows, refused = open_llm(options, device, everyone, prompts)
         output = Output(llm, rows, options, file)
         profile = options.output.profile if is_root else None
         with cache.around(llm.engine, [row.ids for row in rows]), profiled(profile):
             if options.prompts.interactive:
                 chat(llm, options)
-            with output, defer_interrupts() as interrupts:
-                for answer in llm.run(output.new_answers(), interrupts):
+            with output:
+                for answer in run_interruptibly(llm, output.new_answers()):
                     output.add(answer)
         if output.answers:
             report(output.timings(), llm.engine)

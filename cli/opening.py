@@ -1,13 +1,12 @@
 """Options and prompts -> an LLM that is ready to decode them, and the rows.
 
-Workload          what is to be decoded: prompts of a file, or a server's slots
 open_llm        checks memory, loads, encodes, makes an engine of the right size and warms it up
 """
 
 import functools
 import math
-from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from decoding.runner import cache_class
 from decoding.sampling import PATHS as SAMPLING_PATHS
 from decoding.sampling import Sampling
 from decoding.settings import DEFAULT_LENGTH
+from decoding.validation import check_logprobs
 from drafts.base import Drafter
 from drafts.registry import load_models
 from generate import LLM
@@ -41,14 +41,6 @@ COMPILED_LENGTHS = 512
 MAX_ROWS = 32  # decoded at a time, of a file, without --batch_size
 
 
-@dataclass(frozen=True)
-class Workload:
-    """What an engine is opened for. `num_slots` is set by a server, whose prompts come later."""
-
-    prompts: list[Prompt] = field(default_factory=list)
-    num_slots: int | None = None
-
-
 class Opened(NamedTuple):
     llm: LLM
     rows: list[Row]
@@ -56,10 +48,14 @@ class Opened(NamedTuple):
 
 
 def open_llm(
-    options: Options, workload: Workload, device: torch.device, ranks: Ranks = ALONE
+    options: Options,
+    device: torch.device,
+    ranks: Ranks = ALONE,
+    prompts: Sequence[Prompt] = (),
+    num_slots: int | None = None,
 ) -> Opened:
     """Load the models, and make and warm up an engine: one that these prompts fit in, or one for
-    prompts of all kinds where they come later."""
+    prompts of all kinds where they come later. `num_slots`: of a server."""
     target = Target(options.model)
     if options.draft.checkpoint:
         opened = Checkpoint.of(options.draft.checkpoint)
@@ -68,18 +64,18 @@ def open_llm(
     print_sampling(options)
     length_of = functools.partial(engine_length, options, device, limit)
     default = {"max_new_tokens": options.requests.max_new_tokens}
-    new_tokens = [(default | prompt.settings)["max_new_tokens"] or 1 for prompt in workload.prompts]
-    num_rows = smallest_batch(options, workload)
+    new_tokens = [(default | prompt.settings)["max_new_tokens"] or 1 for prompt in prompts]
+    num_rows = num_slots or smallest_batch(options, len(prompts))
     check_memory(options, target, device, ranks, num_rows, length_of(new_tokens))
     model, tokenizer, drafter = load_models(target, options.draft, device, ranks, progress=True)
-    encoded = encode_all(workload.prompts, options, tokenizer, model, limit)
+    encoded = encode_all(prompts, options, tokenizer, model, limit)
     rows, refused = ranks.broadcast_object(encoded)
     print_broken(refused, rows)
 
     length = length_of([len(row.ids) + row.max_new_tokens for row in rows])
     if takes_long_factors(model.config, length):
         print_status(f"longrope takes its long factors, since texts may have {length} tokens")
-    num_slots = workload.num_slots or choose_slots(options, len(rows), length, model, drafter)
+    num_slots = num_slots or choose_slots(options, len(rows), length, model, drafter)
     num_prompt_tokens = sum(len(row.ids) for row in rows)
     compiles_prompts = device.type == "cuda" or num_prompt_tokens >= COMPILED_PROMPTS
     engine_options = replace(options.engine, compile_prompts=None if compiles_prompts else False)
@@ -121,11 +117,7 @@ def context_limit(options: Options, config: Config) -> int:
     limit = longest if requested is None else requested
     if not 2 <= limit <= longest:  # a prompt and a new token
         raise UserError(f"--max_seq_length {limit} must lie between 2 and the model's {longest}")
-    num_logprobs = options.engine.logprobs or 0
-    if num_logprobs > config.vocab_size:
-        raise UserError(
-            f"--logprobs {num_logprobs} is more than the {config.vocab_size} tokens that there are"
-        )
+    check_logprobs(options.engine.logprobs, config.vocab_size)
     return limit
 
 
@@ -142,13 +134,10 @@ def engine_length(
     return length
 
 
-def smallest_batch(options: Options, workload: Workload) -> int:
+def smallest_batch(options: Options, num_prompts: int) -> int:
     """Rows that are decoded at a time at least."""
-    batch_size = options.run.batch_size or 1
-    if workload.num_slots is not None:
-        return workload.num_slots
-    num_rows = len(workload.prompts) * options.prompts.num_samples
-    return max(1, min(batch_size, num_rows))
+    num_rows = num_prompts * options.prompts.num_samples
+    return max(1, min(options.run.batch_size or 1, num_rows))
 
 
 def choose_slots(

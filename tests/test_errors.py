@@ -339,7 +339,7 @@ FLAGS = {  # what is wrong without a look at any weight; what the line must name
     "file of prompts": (["--prompt_file", "nowhere"], "nowhere: [Errno 2] No such file"),
     "log-probabilities": (
         ["--json", "--logprobs", "385"],
-        "--logprobs 385 is more than the 384 tokens",
+        "logprobs = 385 is more than the 384 tokens",
     ),
 }
 

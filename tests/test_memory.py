@@ -14,7 +14,7 @@ import cli.start
 from cli.flags import parse_args
 from cli.main import main as run
 from cli.memory import check_memory, session_bytes
-from cli.opening import Workload, open_llm
+from cli.opening import open_llm
 from loading.checkpoint import load_model
 from loading.target import Target
 from tp import ALONE
@@ -131,7 +131,7 @@ def test_a_session_that_cannot_fit_ends_before_weights_are_read(free, monkeypatc
     ), err
     free(needed(flags(), 4, 512) - 1)
     with pytest.raises(ValueError, match="GB of memory are free"):
-        open_llm(flags("--batch_size", 4), Workload(num_slots=4), CPU)
+        open_llm(flags("--batch_size", 4), CPU, num_slots=4)
 
 
 @pytest.mark.slow

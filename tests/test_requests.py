@@ -833,7 +833,7 @@ def test_ids_are_exact_and_impossible_tokens_have_no_number(text_folder, capsys)
     assert all(len(token) == 3 for token in row["logprobs"])
     (row,) = run(capsys, *flags)
     assert "logprobs" not in row
-    with pytest.raises(ValueError, match="--logprobs 9999 is more than the 384 tokens"):
+    with pytest.raises(ValueError, match="logprobs = 9999 is more than the 384 tokens"):
         run(capsys, *flags, "--logprobs", 9999)
 
 

@@ -33,7 +33,7 @@ from urllib.parse import urlsplit
 
 from cli.errors import exit_on_error, fail, use_threads
 from cli.flags import with_chosen_seed
-from cli.opening import Workload, open_llm
+from cli.opening import open_llm
 from cli.page import page
 from cli.prompts import finite_number, refuse_constant
 from cli.report import greedy_text
@@ -765,7 +765,7 @@ def run(flags: ServerOptions) -> int:
     listener = listen(flags)  # clients that connect while the model loads wait for it
     device = pick_device(options.model.device)
     use_threads(options.run.threads)
-    opened = open_llm(options, Workload(num_slots=options.run.batch_size), device)
+    opened = open_llm(options, device, num_slots=options.run.batch_size)
     decoder = Decoder(opened.llm, flags.queue)
     address, port = listener.getsockname()[:2]
     is_local = ip_address(address).is_loopback
