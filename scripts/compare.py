@@ -23,6 +23,7 @@ if __name__ == "__main__":  # before torch is imported
     prepare()
 
 import argparse
+import functools
 import json
 import math
 import shlex
@@ -30,7 +31,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ from cli.running import run_interruptibly, warm_up
 from decoding.engine import Engine
 from decoding.errors import UserError
 from decoding.scheduler import common_prefix
-from decoding.settings import is_random
+from decoding.settings import random_seed
 from decoding.statistics import Timing
 from drafts.base import Drafter
 from drafts.registry import draft_source, pack_with
@@ -109,6 +110,12 @@ def join_flags_of_sides(words: Sequence[str]) -> list[str]:
     return joined
 
 
+@functools.cache
+def default_threads() -> int:
+    """As generate.py takes them, whatever the first side takes."""
+    return min(torch.get_num_threads(), cpu_share())
+
+
 @dataclass
 class Side:
     """One configuration with its rows: the encoded prompts and their settings."""
@@ -145,10 +152,6 @@ def side_options(name: str, flags: str, prompt_file: str | None = None) -> Optio
         words = shlex.split(flags)
     except ValueError as error:
         raise UserError(f"--{name} {flags}: {error}") from None
-    if {"-h", "--help"} & {*words}:
-        raise UserError(
-            f"--{name}: --help stands alone; run python generate.py --help for the flags"
-        )
     refused = [flag for flag in given(words) if flag.is_own]
     if refused:
         raise UserError(
@@ -160,14 +163,9 @@ def side_options(name: str, flags: str, prompt_file: str | None = None) -> Optio
 
 
 def share_random_seeds(a: Options, b: Options) -> tuple[Options, Options]:
-    """Draw the seeds that no flag chose, one for both sides: their texts are compared."""
-    are_both_random = is_random(a.requests.seed) and is_random(b.requests.seed)
-    a = with_chosen_seed(a)
-    if are_both_random:
-        b = replace(b, requests=replace(b.requests, seed=a.requests.seed))
-    else:
-        b = with_chosen_seed(b)
-    return a, b
+    """Draw the seed that no flag chose, one for both sides: their texts are compared."""
+    seed = random_seed()
+    return with_chosen_seed(a, lambda _: seed), with_chosen_seed(b, lambda _: seed)
 
 
 class Parts(NamedTuple):
@@ -199,14 +197,10 @@ def load_sides(a: Options, b: Options, prompts: list[Prompt]) -> tuple[Side, Sid
     for model, _ in targets.values():
         pack_with(model, *[parts.drafter for parts in sides if parts.model is model])
     limit = min(context_limit(parts.options, parts.model.config) for parts in sides)
-    num_threads = min(torch.get_num_threads(), cpu_share())
-    return (
-        load_side(first, prompts, limit, num_threads),
-        load_side(second, prompts, limit, num_threads),
-    )
+    return load_side(first, prompts, limit), load_side(second, prompts, limit)
 
 
-def load_side(parts: Parts, prompts: list[Prompt], limit: int, num_threads: int) -> Side:
+def load_side(parts: Parts, prompts: list[Prompt], limit: int) -> Side:
     """A warmed-up engine, as generate.py makes it for these prompts, in a context of `limit`
     positions."""
     options, model, tokenizer, drafter = parts
@@ -217,7 +211,7 @@ def load_side(parts: Parts, prompts: list[Prompt], limit: int, num_threads: int)
     length = max(len(row.ids) + row.max_new_tokens for row in rows)
     batch_size = min(options.run.batch_size, len(rows))
     engine = Engine(model, batch_size, max_length or length, options.engine, drafter)
-    num_threads = options.run.threads or num_threads
+    num_threads = options.run.threads or default_threads()
     torch.set_num_threads(num_threads)
     warm_up(engine, rows[0].sampling, sampling_paths(rows))
     stop_ids = frozenset() if options.requests.ignore_eos else tokenizer.stop_ids
@@ -354,13 +348,12 @@ def run_variants(args: argparse.Namespace) -> dict:
     model, tokenizer = load_target(target, pick_device(options.model.device), progress=True)
     pack_model(model)
     limit = context_limit(options, model.config)
-    num_threads = min(torch.get_num_threads(), cpu_share())
     results = []
     for settings, source in variants:
         drafter = source.load(model, tokenizer)
         pack_model(drafter.model)
         parts = Parts(options, model, tokenizer, drafter)
-        side = load_side(parts, prompts, limit, num_threads)
+        side = load_side(parts, prompts, limit)
         side.decode(side.rows)
         results.append(draft_variants.result_of(settings, side.total()))
     return draft_variants.judged(results)

@@ -100,53 +100,40 @@ def score(
     the reference, and 1 where both models have the same most likely token. Three tensors (n, T)."""
     rows = rows.to(model.norm.weight.device)
     inputs = rows[:, :-1]
-    targets = rows[:, 1:].split(CHUNK, dim=1)  # (n, t) each
-    hidden = hidden_states(model, inputs)
-    reference_hidden = itertools.repeat(None)
+    numbers = torch.arange(inputs.numel(), device=rows.device).view_as(inputs)
+    order = torch.cat([part.flatten() for part in numbers.split(CHUNK, dim=1)])  # of log_probs
+    targets = rows[:, 1:].flatten()[order]
+    reference_log_probs = itertools.repeat(None)
     if reference is not None:
-        reference_hidden = hidden_states(reference, inputs)
-    parts = []
-    for ids, h, reference_h in zip(targets, hidden, reference_hidden):
-        parts.append(score_chunk(model, h, ids, reference, reference_h))
-    return tuple(torch.cat(values, dim=1) for values in zip(*parts))
+        reference_log_probs = log_probs(reference, inputs)
+    values = torch.zeros(3, len(order), device=rows.device)
+    start = 0
+    for log_p, log_r in zip(log_probs(model, inputs), reference_log_probs):
+        end = start + len(log_p)
+        nll = -log_p.gather(1, targets[start:end, None])[:, 0]
+        kl = torch.zeros_like(nll)
+        agrees = torch.ones_like(nll)
+        if log_r is not None:
+            kl = (log_r.exp() * (log_r - log_p)).sum(-1)
+            agrees = (log_r.argmax(-1) == log_p.argmax(-1)).float()
+        values[:, order[start:end]] = torch.stack((nll, kl, agrees))
+        start = end
+    return values.view(3, *inputs.shape).unbind()
 
 
-def hidden_states(model: Transformer, tokens: Tensor) -> Iterator[Tensor]:
-    """Normed hidden states (n, t, D) of tokens (n, T), CHUNK positions at a time: memory grows by a
-    window's keys and values alone, not by its activations and masks."""
+def log_probs(model: Transformer, tokens: Tensor) -> Iterator[Tensor]:
+    """Log-probabilities (m, V) of what follows each of tokens (n, T), CHUNK positions of all rows
+    at a time: memory grows by a window's keys and values alone, not by its activations, masks and
+    logits."""
     T = tokens.size(1)
     caches = model.make_caches(tokens.size(0), T) if T > CHUNK else None
     pos = torch.arange(T, device=tokens.device)
+    size = max(1, MAX_LOGITS // model.config.vocab_size)
     for part, part_pos in zip(tokens.split(CHUNK, dim=1), pos.split(CHUNK)):
         filled = None if caches is None else caches.slice_to(int(part_pos[-1]) + 1)
-        yield model.hidden(part, part_pos, filled)
-
-
-def score_chunk(
-    model: Transformer,
-    h: Tensor,
-    ids: Tensor,
-    reference: Transformer | None,
-    reference_h: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`score` of the tokens ids (n, t) that follow the hidden states h (n, t, D) of both models."""
-    size = max(1, MAX_LOGITS // model.config.vocab_size)
-    h = h.flatten(0, 1)  # (n * t, D)
-    flat_ids = ids.flatten()
-    parts = []
-    for start in range(0, len(flat_ids), size):
-        rows = slice(start, start + size)
-        log_p = model.head(h[rows]).log_softmax(-1)  # (size, V)
-        nll = -log_p.gather(1, flat_ids[rows, None])[:, 0]
-        kl = torch.zeros_like(nll)
-        agrees = torch.ones_like(nll)
-        if reference is not None:
-            reference_rows = reference_h.flatten(0, 1)[rows]
-            log_r = reference.head(reference_rows).log_softmax(-1)
-            kl = (log_r.exp() * (log_r - log_p)).sum(-1)
-            agrees = (log_r.argmax(-1) == log_p.argmax(-1)).float()
-        parts.append((nll, kl, agrees))
-    return tuple(torch.cat(values).view_as(ids) for values in zip(*parts))  # (n * t,) -> (n, t)
+        h = model.hidden(part, part_pos, filled)  # (n, t, D)
+        for states in h.flatten(0, 1).split(size):
+            yield model.head(states).log_softmax(-1)
 
 
 def measure(

@@ -24,7 +24,7 @@ from types import MappingProxyType
 import torch
 
 from cli.errors import exit_on_error
-from cli.flags import FLAGS, Parser
+from cli.flags import FLAGS, Parser, positive
 from cli.report import attended_bytes, position_bytes, stored_bytes, weight_bytes
 from decoding.errors import UserError
 from loading.checkpoint import Checkpoint, foreign_layouts, read_config
@@ -38,7 +38,6 @@ from loading.weight_names import sources
 from model import Config
 from tp import SUM, Ranks, shard_spec
 from weights.formats import format_of
-from weights.schemes import choose_head_scheme
 
 
 def plan(
@@ -143,6 +142,17 @@ def print_row(row: dict, context: int, memory: float | None) -> None:
     )
 
 
+def rank_counts(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
+
+
+def positive_number(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be a positive number")
+    return value
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(
         description="The bytes that each rank of a tensor-parallel launch would hold, read and"
@@ -152,6 +162,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("config", metavar="PATH", help="a config.json, a Hugging Face folder or a .gguf file")
     add(
         "--ranks",
+        type=rank_counts,
         default="1,2,4,8",
         help="numbers of ranks, with commas between; default: %(default)s",
     )
@@ -164,13 +175,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         type=int,
         help="cached tokens of the predicted step; default: 1000, or all positions of the model",
     )
-    for name, default, help in (
-        ("--bandwidth", 3350, "memory bandwidth of a device, GB/s; default: an H100's"),
-        ("--link", 450, "bandwidth between devices each way, GB/s; default: NVLink's"),
-        ("--latency", 20, "latency of a collective, microseconds; by default"),
+    for name, number_type, default, help in (
+        ("--bandwidth", positive_number, 3350, "memory bandwidth of a device, GB/s; an H100's"),
+        ("--link", positive_number, 450, "bandwidth between devices each way, GB/s; NVLink's"),
+        ("--latency", float, 20, "latency of a collective, microseconds"),
     ):
-        add(name, type=float, default=default, help=f"{help}, {default}")
-    add("--memory", type=float, help="memory of a device, GB: marks the launches that do not fit")
+        add(name, type=number_type, default=default, help=f"{help}; default: {default}")
+    memory_help = "memory of a device, GB: marks the launches that do not fit"
+    add("--memory", type=positive_number, help=memory_help)
     add(
         "--json",
         action="store_true",
@@ -179,44 +191,27 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def check_flags(args: argparse.Namespace) -> None:
-    for scheme in (args.quantize, choose_head_scheme(args.quantize, args.quantize_head)):
-        if scheme is not None:
-            format_of(scheme)  # UserError for an unknown one, once and not in each row
-    if not all(part.isdecimal() and int(part) for part in args.ranks.split(",")):
-        raise UserError(f"--ranks {args.ranks} must be numbers from 1 on, such as 1,2,4,8")
-    positive_sizes = [args.bandwidth, args.link]
-    if args.memory is not None:
-        positive_sizes.append(args.memory)
-    sizes_fit = all(0 < size < math.inf for size in positive_sizes)
-    if not sizes_fit or not 0 <= args.latency < math.inf or (args.context or 0) < 0:
-        raise UserError(
-            "--bandwidth, --link and --memory must be positive, --latency and --context not"
-            " negative"
-        )
-
-
 @exit_on_error()
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    check_flags(args)
     path = Path(args.config)
     source = storage(path, args.quantize)
     config = source.config
     context = args.context
     if context is None:
         context = min(1000, config.max_seq_length)
-    if context > config.max_seq_length:
-        raise UserError(
-            f"--context {context} is over the model's {config.max_seq_length} positions"
-        )
+    if not 0 <= context <= config.max_seq_length:
+        limit = f"the model's {config.max_seq_length} positions"
+        raise UserError(f"--context {context} is over {limit}, or negative")
     schemes = choose_schemes(source, path, args.quantize, args.quantize_head)
+    for scheme in {*schemes.values()} - {None}:
+        format_of(scheme)  # UserError for an unknown one, once and not in each row
     dtype = getattr(torch, args.dtype)
     if not args.json:
         formats = sorted({*schemes.values()} - {None}) or [args.dtype]
         print(f"{path.stem}, {' and '.join(formats)}; per rank, sizes in GB")
         print("ranks  weights  read/token  KV/1k tokens   all-reduces/token  tok/s at most  note")
-    for world in map(int, args.ranks.split(",")):
+    for world in args.ranks:
         try:
             row = plan(config, world, dtype, schemes, context)
         except UserError as error:

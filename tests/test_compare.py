@@ -304,7 +304,6 @@ def test_flags_of_one_word_reach_their_side():
         ("--prompt 'Once upon a time'", [], "--a: --prompt has no meaning here"),
         ("--num 2", [], "--a: --num_samples has no meaning here"),
         ("--draft ngram --show_drafts", [], "--a: --show_drafts has no meaning here"),
-        ("--help", [], "--a: --help stands alone"),
         ("--quantize 'int8", [], "--a --quantize 'int8: No closing quotation"),
         ("--magic", [], "unrecognized arguments: --magic"),
         ("--quantize int3", [], "quantization scheme 'int3' does not exist"),

@@ -427,8 +427,6 @@ def check_request(args) -> Config:
         args.lr = 4e-3 * min(1, 128 / args.dim)
     if not 0 < args.lr < 1:
         raise UserError(f"--lr {args.lr} must lie between 0 and 1")
-    if not 0 <= args.seed < 2**31:
-        raise UserError(f"--seed {args.seed} must lie between 0 and 2^31")
     args.work = args.work or Path("build") / "distill" / args.output.name
     return config
 
@@ -477,11 +475,6 @@ def distill(args) -> dict:
     kind = make_kind(args, hf, config)
     dtype = pick_dtype(args.dtype, config.dtype, device)
     tokenizer = load_tokenizer(checkpoint)
-    if tokenizer.vocab_size > config.vocab_size:
-        raise UserError(
-            f"{args.target}: the tokenizer has {tokenizer.vocab_size} tokens, the model's"
-            f" vocabulary only {config.vocab_size}"
-        )
     settings = settings_of(args, checkpoint)
     state = read_state(args.work / "state.pt", settings)
     args.work.mkdir(parents=True, exist_ok=True)
@@ -491,8 +484,6 @@ def distill(args) -> dict:
     training, heldout = hold_out(documents, args.heldout)
     if args.sampled:
         openings = find_openings(tokenizer, args, training, end)
-    else:
-        make_windows(args, tokenizer, training, heldout)  # UserError for too little text
     target = pack_model(load_model(checkpoint, device=device, dtype=dtype, progress=True))
     if args.sampled:
         sample_settings = {name: settings[name] for name in SAMPLE_FLAGS}

@@ -7,15 +7,24 @@ from pathlib import Path
 from cli.flags import FLAGS, Parser, positive
 from loading.hub import PATH_HELP, checkpoint_path
 
-SIZES = {  # flags of numbers without a default of their own
-    "--layers": "of a model or pard, or of dflash or dspark (default: 1)",
-    "--draft_vocab": "of eagle3: draft only the N most frequent tokens",
-    "--dim": "hidden size of a model or pard; the other kinds have the target's",
-    "--heads": "default: heads of 64, or of the largest even size below 64 that divides --dim",
-    "--kv_heads": "default: as many as heads",
-    "--ffn": "default: 8/3 of --dim, rounded up to a multiple of 32",
-    "--context": "tokens of a training row; default: 512, or the target's context if less",
-    "--sampled": "learn on this many tokens that the target writes",
+NUMBERS = {  # flags of whole numbers -> (default, help)
+    "--depth": (5, "tokens that all kinds but a model learn to draft in a round; default: 5"),
+    "--layers": (None, "of a model or pard, or of dflash or dspark (default: 1)"),
+    "--draft_vocab": (None, "of eagle3: draft only the N most frequent tokens"),
+    "--dim": (None, "hidden size of a model or pard; the other kinds have the target's"),
+    "--heads": (
+        None,
+        "default: heads of 64, or of the largest even size below 64 that divides --dim",
+    ),
+    "--kv_heads": (None, "default: as many as heads"),
+    "--ffn": (None, "default: 8/3 of --dim, rounded up to a multiple of 32"),
+    "--context": (None, "tokens of a training row; default: 512, or the target's context if less"),
+    "--sampled": (None, "learn on this many tokens that the target writes"),
+    "--heldout": (20_000, "tokens of the last documents, to evaluate on; default: 20000"),
+    "--steps": (3000, "at most; default: 3000"),
+    "--batch": (8, "rows of --context tokens in a step; default: 8"),
+    "--eval_every": (250, "steps from one evaluation to the next; default: 250"),
+    "--patience": (3, "evaluations in turn without a better prediction; default: 3"),
 }
 # draft_kinds.py has their classes.
 DRAFT_KINDS = ("model", "pard", "eagle3", "mtp", "dflash", "dspark")
@@ -34,14 +43,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default="model",
         help="default: a model that drafts token by token",
     )
-    add(
-        "--depth",
-        type=positive,
-        default=5,
-        help="tokens that all kinds but a model learn to draft in a round",
-    )
-    for name, help in SIZES.items():
-        add(name, type=positive, metavar="N", help=help)
+    for name, (default, help) in NUMBERS.items():
+        add(name, type=positive, default=default, metavar="N", help=help)
     separators = "<|endoftext|> or, without any, by blank lines"
     add("--text", type=Path, metavar="FILE", help=f"documents, separated by {separators}")
     add(
@@ -56,13 +59,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="start from the target's embedding, projected to --dim columns",
     )
     add(
-        "--heldout",
-        type=positive,
-        default=20_000,
-        metavar="TOKENS",
-        help="of the last documents, to evaluate on",
-    )
-    add(
         "--temperature",
         type=float,
         default=1.0,
@@ -75,19 +71,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="DIR",
         help="training state and sampled text; default: build/distill/NAME",
     )
-    add("--steps", type=positive, default=3000, help="at most; default: 3000")
-    add("--batch", type=positive, default=8, help="rows of --context tokens in a step; default: 8")
     add(
         "--lr",
         type=float,
         help="peak of the learning rate; default: 0.004, falling as 1 / dim beyond 128",
-    )
-    add("--eval_every", type=positive, default=250, metavar="STEPS", help="default: 250")
-    add(
-        "--patience",
-        type=positive,
-        default=3,
-        help="evaluations in turn without a better prediction; default: 3",
     )
     add("--seed", type=int, default=0)
     FLAGS["device"].add_to(parser)

@@ -29,6 +29,14 @@ SHARED = (
     "eos_token_id",
     "pad_token_id",
 )
+# Flags whose values follow from the target, because a kind reads its states; an MTP head has all of
+# its sizes.
+TARGET_SIZES = {
+    "eagle3": ("layers", "dim", "project"),
+    "mtp": ("layers", "dim", "project", "heads", "kv_heads", "ffn"),
+    "dflash": ("dim", "project"),
+    "dspark": ("dim", "project"),
+}
 # Model types whose RoPE a Llama's config.json cannot express.
 OWN_ROPES = (
     "gemma3_text",
@@ -50,36 +58,24 @@ OWN_ROPES = (
 
 def check_sizes(args, config: Config) -> None:
     """Check sizes against --kind, and set args.layers and args.dim. UserError for wrong flags."""
-    if args.draft_vocab and args.kind != "eagle3":
+    vocab_size = config.vocab_size if args.kind == "eagle3" else 0
+    if (args.draft_vocab or 0) > vocab_size:
         raise UserError(
-            f"--draft_vocab {args.draft_vocab} is for --kind eagle3; --kind {args.kind} has all"
-            " tokens"
+            f"--draft_vocab {args.draft_vocab} is for --kind eagle3, up to the target's"
+            f" {config.vocab_size} tokens"
         )
-    if args.kind in ("eagle3", "mtp", "dflash", "dspark"):
-        set_sizes_of_target(args, config)
+    if args.kind in TARGET_SIZES:
+        sizes = {"layers": 1, "dim": config.dim}
+        for name in TARGET_SIZES[args.kind]:
+            value = getattr(args, name)
+            if value and value != sizes.get(name):
+                raise UserError(f"--kind {args.kind} sets --{name} itself: leave it away")
+        args.layers = args.layers or 1
+        args.dim = config.dim
     if args.layers is None or args.dim is None:
         raise UserError(f"--kind {args.kind} needs --layers and --dim")
     if args.project and args.dim > config.dim:
         raise UserError(f"--project: --dim {args.dim} is more than the target's {config.dim}")
-
-
-def set_sizes_of_target(args, config: Config) -> None:
-    """These kinds read the target's states, so they have its dimension; an MTP head has all its
-    sizes."""
-    has_other_dim = args.dim not in (None, config.dim)
-    is_one_layer = args.kind in ("eagle3", "mtp")
-    is_deeper = is_one_layer and args.layers not in (None, 1)
-    if args.kind == "mtp" and any((args.heads, args.kv_heads, args.ffn)):
-        raise UserError("--kind mtp has the target's sizes: give no --heads, --kv_heads or --ffn")
-    if is_deeper or has_other_dim or args.project:
-        layers = "1 layer" if is_one_layer else "layers"
-        raise UserError(
-            f"--kind {args.kind} has {layers} of the target's --dim {config.dim}, and no --project"
-        )
-    if (args.draft_vocab or 1) > config.vocab_size:
-        raise UserError(f"--kind {args.kind} takes --draft_vocab up to {config.vocab_size}")
-    args.layers = args.layers or 1
-    args.dim = config.dim
 
 
 def draft_config(hf: dict, args) -> dict:

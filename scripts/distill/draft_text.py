@@ -27,6 +27,7 @@ from decoding.engine import Engine
 from decoding.errors import UserError
 from decoding.sampling import Sampling
 from loading.files import write_atomically
+from loading.plain_files import error_prefix, utf8_text
 from loading.tokenizer import Tokenizer, conversation_ids
 from model import Transformer
 
@@ -69,10 +70,8 @@ def check_settings(file: Path, stored: dict, settings: dict) -> None:
 
 
 def read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text: {error}") from None
+    with error_prefix(file):
+        return utf8_text(file.read_bytes())
 
 
 def read_documents(file: Path, tokenizer: Tokenizer, end: int | None) -> Documents:
@@ -201,12 +200,7 @@ def read_samples(file: Path, settings: dict) -> Documents:
     file, whose first line has the settings."""
     text = read_text(file) if file.exists() else json.dumps(settings) + "\n"
     lines = text.split("\n")[:-1]  # a last line without a newline was cut off
-    try:
-        check_settings(file, json.loads(lines[0]), settings)
-    except (IndexError, json.JSONDecodeError):
-        raise UserError(
-            f"{file}: its first line holds no settings of this script; remove the file"
-        ) from None
+    check_settings(file, json.loads(lines[0]), settings)
     complete = lines[: 1 + (len(lines) - 1) // SAMPLE_ROWS * SAMPLE_ROWS]
     write_atomically(
         file, lambda partial: partial.write_text("\n".join(complete) + "\n", encoding="utf-8")
