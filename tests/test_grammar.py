@@ -12,7 +12,6 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
-from llguidance import LLMatcher
 from test_speculative import LONG_PROMPT, p_value, tiny
 
 import decoding.readback as timing
@@ -22,9 +21,6 @@ from decoding.sampling import Sampling
 from drafts.base import ModelDraft
 from drafts.ngram import NgramDraft
 from loading import load_drafter, load_model, load_tokenizer
-from scripts.serve import message_form
-from scripts.serve.check_schemas import check
-from scripts.serve.message_form import CheckedGrammars
 
 pytestmark = pytest.mark.attack
 DEMO = ROOT / "checkpoints" / "demo"
@@ -300,44 +296,6 @@ def test_a_schema_that_cannot_be_obeyed_is_refused_in_one_line(schema, message, 
 def optional_properties(num_properties: int) -> dict:
     properties = {f"p{number}": {"type": "string"} for number in range(num_properties)}
     return {"type": "object", "properties": properties, "additionalProperties": False}
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        lambda part: part,
-        lambda part: {"type": "object", "properties": {"a/~": part}, "required": ["a/~"]},
-        lambda part: {"type": "array", "items": part},
-        lambda part: {"type": "array", "prefixItems": [{"type": "null"}, part]},
-        lambda part: {"anyOf": [{"type": "null"}, {"type": "array", "items": part}]},
-        lambda part: {"$defs": {"d": part}, "type": "array", "items": {"$ref": "#/$defs/d"}},
-        lambda part: {"$defs": {"d": part}, "properties": {"a": {"$ref": "#/$defs/d"}}},
-        lambda part: {"type": "object", "additionalProperties": part},
-    ],
-)
-def test_a_limit_that_an_answer_would_reach_is_found_before_it_begins(place):
-    """In llguidance's words, wherever the schema has an object of too many optional properties."""
-    required = optional_properties(600)
-    required |= {"required": list(required["properties"])}
-    for source_of in (
-        lambda schema: LLMatcher.grammar_from_json_schema(json.dumps(schema)),
-        lambda schema: f'start: "a" %json {json.dumps(schema)}\n',
-    ):
-        assert check(source_of(place(optional_properties(400)))) == ""
-        assert check(source_of(place(required))) == ""
-        assert "max is 2000" in check(source_of(place(optional_properties(600))))
-
-
-def test_a_schema_has_a_limit_of_time(tokenizer, monkeypatch):
-    """A remainder of 999,983 takes ten seconds and 390 MB."""
-    grammars = CheckedGrammars(tokenizer, tokenizer.stop_ids)
-    monkeypatch.setattr(message_form, "SCHEMA_S", 1)
-    with pytest.raises(ValueError, match=r"^the schema: it is not ready for decoding within 1 s"):
-        grammars.compile({"type": "integer", "multipleOf": 999_983})
-    monkeypatch.setattr(message_form, "SCHEMA_S", 60)
-    with pytest.raises(ValueError, match=r"^the schema: .*max is 2000[^<]*$"):
-        grammars.compile(optional_properties(600))
-    assert grammars.compile(optional_properties(5)).mask().any()
 
 
 def test_a_grammar_that_fails_says_so_in_the_librarys_words(grammars):

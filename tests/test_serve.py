@@ -609,7 +609,7 @@ REFUSED = {
             }
         },
         400,
-        "response_format",
+        None,  # the answer has begun
     ),
     "more text than can fit": ({"prompt": "dog" * 100_000}, 400, "prompt"),
     "both lengths": ({"extra_body": {"max_completion_tokens": 3}}, 400, "max_tokens"),

@@ -5,6 +5,6 @@ serve.py, serve.html         paths, connections and signals; the page, with mark
 batches.py, metrics.py       answers that wait and decode; what is counted of them
 openai_form.py, responses.py, other_servers.py
                              requests and answers as OpenAI has them, and keys of other servers
-message_form.py, message_parser.py, tool_calls.py, check_schemas.py
+message_form.py, message_parser.py, tool_calls.py
                              tools, thoughts and schemas: forced into an answer, and read from it
 """

@@ -1,21 +1,16 @@
 """How one request's answers are read and forced: its tools, in the format of the model's chat
 template.
 
-    CheckedGrammars     JsonGrammars that refuse a schema which takes too long or cannot be followed
     MessageForm         the marks to read an answer by, and its grammar
 """
 
-import functools
 import itertools
 import math
 import re
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
-from decoding.grammar import Grammar, JsonGrammars, grammar_error
+from decoding.grammar import Grammar, JsonGrammars
 from loading.tokenizer import Tokenizer
 from scripts.serve.message_parser import MessageParser
 from scripts.serve.openai_form import Refusal, TextRequest, Tool
@@ -28,37 +23,6 @@ NO_CALLS = (
     f" {', '.join(form.family for form in CALL_FORMATS)}; JSON of a schema works with every model"
     " (response_format, or text.format of /v1/responses), and tool_choice none leaves tools out"
 )
-
-
-SCHEMA_S = 5  # seconds for one schema
-
-
-@functools.lru_cache(256)  # agents send the same tools with every request
-def check_schemas(source: str) -> None:
-    """UserError for what check_schemas.py finds wrong with a grammar, or if it takes
-    longer than SCHEMA_S."""
-    try:
-        checked = subprocess.run(
-            [sys.executable, "-m", "scripts.serve.check_schemas"],
-            input=source,
-            capture_output=True,
-            text=True,
-            timeout=SCHEMA_S,
-            cwd=Path(__file__).parents[2],
-        )
-    except subprocess.TimeoutExpired:
-        message = f"it is not ready for decoding within {SCHEMA_S} s; a smaller one may be"
-        raise grammar_error(message) from None
-    if checked.returncode:  # such as without memory
-        raise grammar_error(f"it cannot be read: {checked.stderr[-200:]}")
-    if checked.stdout:
-        raise grammar_error(checked.stdout)
-
-
-class CheckedGrammars(JsonGrammars):
-    def from_source(self, source: str) -> Grammar:
-        check_schemas(source)
-        return super().from_source(source)
 
 
 def schemas_by_name(tools: Iterable[Tool]) -> dict[str, dict]:

@@ -39,7 +39,7 @@ from cli.prompts import finite_number, refuse_constant
 from cli.report import greedy_text
 from decoding.batch import MAX_STOP_IDS
 from decoding.errors import UserError
-from decoding.grammar import Grammar
+from decoding.grammar import Grammar, JsonGrammars
 from decoding.sampling import Sampling
 from decoding.settings import is_random, new_tokens, random_seed
 from decoding.validation import check_lengths, check_settings, reason_of
@@ -59,7 +59,7 @@ try:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     from scripts.serve.batches import Decoder, Job, Row
-    from scripts.serve.message_form import CheckedGrammars, MessageForm
+    from scripts.serve.message_form import MessageForm
     from scripts.serve.openai_form import (
         MAX_TOP_LOGPROBS,
         MIN_SEED,
@@ -438,8 +438,8 @@ class Api:
         job.send(refusal)
 
     @functools.cached_property
-    def grammars(self) -> CheckedGrammars:
-        return CheckedGrammars(self.llm.tokenizer, self.llm.tokenizer.stop_ids)
+    def grammars(self) -> JsonGrammars:
+        return JsonGrammars(self.llm.tokenizer, self.llm.tokenizer.stop_ids)
 
     def compile_grammar(self, form: MessageForm) -> Grammar | None:
         """The grammar of a request's response_format or tool_choice. Refusal for a schema that
