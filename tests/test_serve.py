@@ -722,22 +722,6 @@ def connect(running: Running) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=30)
 
 
-def test_idle_connections_end_and_busy_ones_do_not(serving, monkeypatch):
-    monkeypatch.setattr(serve, "HEAD_S", 0.3)
-    running = serving()
-    heads = [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "]
-    heads.append(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")  # answered, then idle
-    for head in heads:
-        with connect(running) as connection:
-            connection.sendall(head)
-            received = b""
-            while part := connection.recv(999):
-                received += part
-            assert received.endswith(b'{"status": "ok"}') == (head is heads[-1])
-    choice = running.ask("Once", max_tokens=400, temperature=30, seed=1).choices[0]
-    assert choice.timings["tokens"] == 400
-
-
 def test_names_of_hosts_and_addresses_of_clients(serving, server):
     """HTTP/1.0 needs no Host. A name that a flag allows is answered. X-Forwarded-For is believed
     from a trusted address alone, and no control code of it reaches the log."""

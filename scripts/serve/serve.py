@@ -56,7 +56,6 @@ try:
     from pydantic_core import from_json
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect
-    from uvicorn.protocols.http.h11_impl import H11Protocol
 
     from scripts.serve.batches import Decoder, Job, Row
     from scripts.serve.message_form import MessageForm
@@ -82,7 +81,6 @@ except ImportError as error:
 
 MAX_BODY_BYTES = 2**22
 MAX_CONNECTIONS = 512
-HEAD_S = 20  # seconds until a connection without a request, or with half of its headers, is closed
 BODY_S = 60  # for a request's body
 NOT_ALNUM = bytes(byte for byte in range(256) if not chr(byte).isalnum() or byte > 127)
 CHAT = "/chat/completions"
@@ -677,39 +675,6 @@ def log_config() -> dict:
     return config
 
 
-class TimedProtocol(H11Protocol):
-    """uvicorn's connection, which is closed after HEAD_S without a complete head of a request: idle
-    connections would otherwise hold all MAX_CONNECTIONS."""
-
-    timer: asyncio.TimerHandle | None = None
-
-    def watch_head(self) -> None:
-        """Run the timer while no request is being answered."""
-        is_answering = self.cycle is not None and not self.cycle.response_complete
-        if is_answering and self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
-        elif not is_answering and self.timer is None:
-            self.timer = self.loop.call_later(HEAD_S, self.transport.close)
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
-        self.watch_head()
-
-    def handle_events(self) -> None:
-        super().handle_events()
-        self.watch_head()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self.watch_head()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        super().connection_lost(error)
-        if self.timer is not None:
-            self.timer.cancel()
-
-
 def listen(flags: ServerOptions) -> socket.socket:
     family = socket.AF_INET6 if ":" in flags.host else socket.AF_INET
     try:
@@ -731,7 +696,7 @@ def make_server(flags: ServerOptions, decoder: Decoder, is_local: bool) -> uvico
         lifespan="off",
         limit_concurrency=MAX_CONNECTIONS,
         server_header=False,
-        http=TimedProtocol,
+        http="h11",
         proxy_headers=flags.forwarded_allow_ips is not None,
         forwarded_allow_ips=flags.forwarded_allow_ips,
         timeout_graceful_shutdown=math.ceil(flags.answer_s),
