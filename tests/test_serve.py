@@ -22,7 +22,6 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 
 import openai
@@ -681,29 +680,12 @@ def test_bodies_and_paths_that_mean_nothing(server):
     assert server.raw("/health") == (200, {"status": "ok"})
 
 
-def test_what_cannot_fit_is_refused_before_it_is_rendered(tokenizer):
-    """By the number of messages, and by letters and digits, of which no token has more than
-    max_alnum."""
-    max_alnum = max(map(serve.num_alnum, tokenizer.pieces()))
-    api = SimpleNamespace(max_alnum=max_alnum)
-    api.llm = SimpleNamespace(engine=SimpleNamespace(max_seq_length=100))
-
-    def check(messages: list[dict]) -> None:
-        serve.Api.check_size(api, read_request({"messages": messages}, True, "m", Sampling()))
-
-    user = {"role": "user", "content": "a"}
-    parts = {"role": "user", "content": [{"type": "text", "text": "9" * 100 * max_alnum}] * 2}
-    check([user] * 100)
-    check([user | {"content": "\u00e9 \u4e00\n" * 9000 + "a1" * 50 * max_alnum}])
-    for messages in ([user] * 101, [user, user | {"content": "a" * 101 * max_alnum}], [parts]):
-        with pytest.raises(Refusal) as caught:
-            check(messages)
-        assert caught.value.body["error"]["code"] == "context_length_exceeded"
-    items = [user | {"content": " " * 2**20}] * 5  # references to one long item
-    with pytest.raises(Refusal, match="characters"):
-        check(items)
-    for text in ("a" * 999, "0123456789" * 99, "Once upon a time " * 99, ROOT.name * 99):
-        assert serve.num_alnum(text.encode()) // max_alnum <= len(tokenizer.encode(text))
+def test_references_to_a_long_item_are_refused_before_they_are_rendered():
+    messages = [{"role": "user", "content": " " * 2**20}] * 5
+    for n in (4, 5):
+        request = read_request({"messages": messages[:n]}, True, "m", Sampling())
+        with pytest.raises(Refusal, match="characters") if n == 5 else contextlib.nullcontext():
+            serve.check_size(request)
 
 
 @pytest.mark.parametrize("key", ["messages", "prompt", "stop_token_ids", "tools"])

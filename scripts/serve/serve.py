@@ -82,7 +82,6 @@ except ImportError as error:
 MAX_BODY_BYTES = 2**22
 MAX_CONNECTIONS = 512
 BODY_S = 60  # for a request's body
-NOT_ALNUM = bytes(byte for byte in range(256) if not chr(byte).isalnum() or byte > 127)
 CHAT = "/chat/completions"
 COMPLETIONS = "/completions"
 MODELS = "/models"
@@ -157,8 +156,6 @@ class Api:
         self.responses = ResponseStore()
         self.encoder = ThreadPoolExecutor(1)  # a tokenizer encodes one prompt after the other
         self.compiler = ThreadPoolExecutor(1)  # of grammars, for which nobody else waits
-        # No token has more letters and digits.
-        self.max_alnum = max(1, *map(num_alnum, self.pieces))
 
     def app(self) -> FastAPI:
         app = FastAPI(openapi_url=None, dependencies=[Depends(self.admit)])
@@ -278,26 +275,6 @@ class Api:
         loop = asyncio.get_running_loop()
         return self.in_time(loop.run_in_executor(executor, function, *args))
 
-    def check_size(self, request: TextRequest) -> None:
-        """Refusal for prompts that cannot fit, whose rendering and encoding would take long."""
-        max_length = self.llm.engine.max_seq_length
-        param = "messages" if request.chat else "prompt"
-        num_characters = 0
-        for prompt in request.prompts:
-            texts = [prompt]
-            if request.chat:
-                texts = [join_parts(message.get("content")) or "" for message in prompt]
-            num_characters += sum(map(len, texts))
-            if num_characters > MAX_BODY_BYTES:  # of items that references name again and again
-                raise Refusal(f"{param}: more than {MAX_BODY_BYTES} characters", param, 413)
-            min_tokens = len(texts)  # a message has one at least
-            for text in texts:
-                if isinstance(text, str):
-                    min_tokens = max(min_tokens, num_alnum(text.encode()) // self.max_alnum)
-            if min_tokens > max_length:
-                message = f"the prompt: at least {min_tokens} tokens do not fit"
-                raise too_long(message, param, max_length)
-
     async def submit(self, http_request: Request, request: TextRequest) -> Submitted:
         """Encode a request's prompts and give its rows to the decoder."""
         num_rows = len(request.prompts) * request.n
@@ -306,7 +283,7 @@ class Api:
                 f"{num_rows} answers are more than the {self.server.queue} that may wait",
                 "n" if request.n > 1 else "prompt",
             )
-        self.check_size(request)
+        check_size(request)
         job = Job(asyncio.get_running_loop())
         job.stop_ids = self.stop_ids(request)
         form = MessageForm(request, self.llm.tokenizer)
@@ -519,10 +496,14 @@ def too_long(message: str, param: str, max_length: int) -> Refusal:
     return Refusal(message, param, 400, "context_length_exceeded")
 
 
-def num_alnum(text: bytes) -> int:
-    """The ASCII letters and digits of a text. No tokenizer drops them or makes one token of many,
-    as some do with blanks and with characters that they do not know."""
-    return len(text.translate(None, NOT_ALNUM))
+def check_size(request: TextRequest) -> None:
+    """Refusal for a chat of items that references name again and again."""
+    if request.chat:
+        (messages,) = request.prompts
+        texts = [join_parts(message.get("content")) or "" for message in messages]
+        if sum(map(len, texts)) > MAX_BODY_BYTES:
+            message = f"messages: more than {MAX_BODY_BYTES} characters"
+            raise Refusal(message, "messages", 413)
 
 
 def is_system(message: dict) -> bool:
