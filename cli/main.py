@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from cli.chat import chat
-from cli.errors import silent, use_threads
+from cli.errors import defer_interrupts, silent, use_threads
 from cli.exits import print_broken
 from cli.flags import FLAGS, with_chosen_seed
 from cli.opening import open_llm
@@ -22,7 +22,6 @@ from cli.page import write_report
 from cli.prompt_cache import PromptCache
 from cli.prompts import read_prompts
 from cli.report import report
-from cli.running import run_interruptibly
 from loading.files import write_atomically
 from loading.target import pick_device
 from tp import join, local_device
@@ -48,8 +47,8 @@ def main(options: Options) -> None:
         with cache.around(llm.engine, [row.ids for row in rows]), profiled(profile):
             if options.prompts.interactive:
                 chat(llm, options)
-            with output:
-                for answer in run_interruptibly(llm, output.new_answers()):
+            with output, defer_interrupts() as interrupts:
+                for answer in llm.run(output.new_answers(), interrupts):
                     output.add(answer)
         if output.answers:
             report(output.timings(), llm.engine)
