@@ -19,10 +19,13 @@ from test_speculative import LONG_PROMPT, TAIL, joint_law, p_value, rows_of, seq
 
 from cli.flags import parse_args
 from cli.main import main as run_args
+from cli.quantize import main as quantize
+from decoding.costs import Costs
 from decoding.sampling import Sampling
 from drafts.dflash import DFlashDraft
 from loading.checkpoint import load_model
 from loading.files import require_json
+from scripts.distill import distill_draft
 from scripts.distill.distill_draft import (
     acceptance,
     adamw,
@@ -74,6 +77,7 @@ def test_what_is_learned_is_what_is_drafted(name, vocab, folder_of, tmp_path):
         kv_heads=2,
         ffn=96,
         layers=1 + name.startswith("d"),
+        from_layers=None,
     )
     chosen = {"vocab": vocab} if vocab else {}
     kind = KINDS[name](draft_config(config_json(source), flags), target.config, DEPTH, **chosen)
@@ -136,7 +140,9 @@ def test_training_gives_norms_one_dtype(name, depth, folder_of):
     weights in a block."""
     source = folder_of("llama-3.1")
     target = load_model(source, dtype=torch.bfloat16)
-    flags = argparse.Namespace(kind=name, dim=D, heads=4, kv_heads=2, ffn=96, layers=1)
+    flags = argparse.Namespace(
+        kind=name, dim=D, heads=4, kv_heads=2, ffn=96, layers=1, from_layers=None
+    )
     kind = KINDS[name](draft_config(config_json(source), flags), target.config, depth)
     draft = kind.new_model()
     kind.bind(draft, target)
@@ -156,7 +162,9 @@ def test_the_first_tokens_of_a_block_count_most(name, folder_of):
     probability of rejection, and 0.1 of KL; its embedding and its head stay the target's."""
     source = folder_of("llama-3.1")
     target = load_model(source, dtype=torch.float32)
-    flags = argparse.Namespace(kind=name, dim=D, heads=4, kv_heads=2, ffn=96, layers=1)
+    flags = argparse.Namespace(
+        kind=name, dim=D, heads=4, kv_heads=2, ffn=96, layers=1, from_layers=None
+    )
     kind = KINDS[name](draft_config(config_json(source), flags), target.config, 7)
     kind.choose_ids(torch.cat((torch.arange(3, 131), torch.tensor([0, 2]))))
     mask = kind.hf.get("dflash_config", kind.hf)["mask_token_id"]
@@ -357,12 +365,12 @@ def test_a_trained_dspark_keeps_the_law(tmp_path):
     kind.bind(draft, target)
     prompts = [[first, second] for first in range(4) for second in range(4)] * 4
     rows = torch.tensor(rows_of(target, prompts, sampling=Sampling(1), max_new_tokens=17))
-    untrained = acceptance(kind, draft, target, rows, 1.0)
+    untrained = acceptance(kind, draft, target, rows, [1.0])[1.0]
     optimizer = adamw(draft)
     for step in range(150):
         add_gradients(kind, draft, target, rows, step)
         update(draft, optimizer, 0.01)
-    trained = acceptance(kind, draft, target, rows, 1.0)
+    trained = acceptance(kind, draft, target, rows, [1.0])[1.0]
     assert all(after > before + 0.1 for before, after in zip(untrained, trained))
     kind.save(draft, tmp_path)
     model = load_draft_model(tmp_path, target)
@@ -371,6 +379,63 @@ def test_a_trained_dspark_keeps_the_law(tmp_path):
     assert p_value(counts, law) > 1e-6
     counts = sequences(target, ForgetsTheDraw(model), Sampling(1), 4, runs=1)
     assert p_value(counts, law) < 1e-12
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("name", ["model", "pard"])
+def test_all_layers_of_a_target_begin_as_the_target(name, tmp_path, folder_of, monkeypatch):
+    """Before the first step such a draft is the target, so that its first token is accepted always,
+    as far as bfloat16 goes; and of a quantized target it has the weights that the codes stand
+    for."""
+    monkeypatch.setattr(
+        distill_draft, "measure_costs", lambda *_: Costs(1.0, {1: 0.1, 2: 0.2}, {1: 1.1, 2: 1.2})
+    )
+    source, text = tmp_path / "target", tmp_path / "text"
+    quantize(
+        [
+            "--checkpoint",
+            str(ROOT / "checkpoints" / "demo"),
+            "--output",
+            str(source),
+            "--scheme",
+            "int8",
+        ]
+    )
+    text.write_text((ROOT / "checkpoints" / "stories.txt").read_text())
+    flags = [
+        "--kind",
+        name,
+        "--target",
+        source,
+        "--text",
+        text,
+        "--context",
+        32,
+        "--heldout",
+        64,
+        "--depth",
+        2,
+    ]
+    flags += [
+        "--steps",
+        1,
+        "--batch",
+        1,
+        "--device",
+        "cpu",
+        "--output",
+        tmp_path / "d",
+        "--work",
+        tmp_path / "w",
+    ]
+    distill(distill_args([str(flag) for flag in (*flags, "--from_layers", "0-5")]))
+    first = require_json(tmp_path / "d" / "distill.json")["evaluations"][0]
+    assert first["step"] == 0 and first.get("alpha_by_position", [first["alpha"]])[0] > 0.95
+    other = [*flags[:-3], tmp_path / "d2", "--work", tmp_path / "w2", "--from_layers"]
+    for wrong, message in (("0-6", "0 to 5"), ("0-5", "--from_layers takes")):
+        extra = [] if wrong == "0-6" else ["--dim", "64"]
+        with pytest.raises(ValueError, match=message):
+            distill(distill_args([str(flag) for flag in (*other, wrong, *extra)]))
 
 
 def test_tokens_of_a_round_by_hand():

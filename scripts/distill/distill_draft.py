@@ -47,6 +47,7 @@ from scripts.distill.draft_start import (
     draft_config,
     init_weights,
     project_embedding,
+    weights_of_layers,
 )
 from scripts.distill.draft_text import (
     Documents,
@@ -187,25 +188,28 @@ def add_gradients(
 
 @torch.no_grad()
 def acceptance(
-    kind: Kind, draft: Transformer, target: Transformer, rows: Tensor, temperature: float
-) -> list[float]:
-    """Alphas by position in a draft. Alpha, a drafted token's probability of acceptance, is the
-    mean over rows (N, T + 1), where the next token is not hidden, of sum min(p, q) over tokens
-    (arXiv:2211.17192, cor. 3.6). The text's tokens stand for those drafted before."""
-    sampling = Sampling(temperature)
+    kind: Kind, draft: Transformer, target: Transformer, rows: Tensor, temperatures: Sequence[float]
+) -> dict[float, list[float]]:
+    """{temperature: alphas by position in a draft}. Alpha, a drafted token's probability of
+    acceptance, is the mean over rows (N, T + 1), where the next token is not hidden, of sum min(p,
+    q) over tokens (arXiv:2211.17192, cor. 3.6). The text's tokens stand for those drafted
+    before."""
     counts = torch.zeros(kind.num_positions, dtype=torch.float64)
-    totals = torch.zeros_like(counts)
+    totals = {temperature: torch.zeros_like(counts) for temperature in temperatures}
     for batch in rows.split(4):
         h, drafted = kind.states(draft, target, ids_of(batch[:, :-1]), None)
         learned = (batch[:, drafted.at + 1] >= 0).double()  # (B, N)
         counts.index_add_(0, drafted.position.cpu(), learned.sum(0).cpu())
         for logits, indices, positions in blocks(target, h, drafted.at):
             draft_logits = kind.logits(draft, drafted.states[:, indices])  # (B, c, V of the draft)
-            p = kind.select(sampling.probs(logits))[:, positions]
-            q = sampling.probs(draft_logits)
-            overlaps = torch.minimum(p, q).sum(-1) * learned[:, indices]  # (B, c)
-            totals.index_add_(0, drafted.position[indices].cpu(), overlaps.sum(0).cpu())
-    return (totals / counts.clamp(min=1)).tolist()
+            for temperature, total in totals.items():
+                sampling = Sampling(temperature)
+                p = kind.select(sampling.probs(logits))[:, positions]
+                q = sampling.probs(draft_logits)
+                overlaps = torch.minimum(p, q).sum(-1) * learned[:, indices]  # (B, c)
+                total.index_add_(0, drafted.position[indices].cpu(), overlaps.sum(0).cpu())
+    counts = counts.clamp(min=1)
+    return {temperature: (total / counts).tolist() for temperature, total in totals.items()}
 
 
 # ------------------------------------------------------------------------------------------- loop
@@ -282,9 +286,12 @@ class Run:
         for name, weight in self.eval_model.named_parameters():
             weight.copy_(weights[name])
         temperature = self.args.temperature
-        alphas = acceptance(self.kind, self.eval_model, self.target, heldout, temperature)
+        temperatures = sorted({1.0, temperature})
+        by_temperature = acceptance(self.kind, self.eval_model, self.target, heldout, temperatures)
+        alphas = by_temperature[temperature]
         alpha = statistics.mean(alphas)
-        if not math.isfinite(alpha):
+        alpha_1 = statistics.mean(by_temperature[1.0])
+        if not math.isfinite(alpha + alpha_1):
             raise UserError(
                 f"step {self.step}: alpha = {alpha}: the target's logits are not finite"
             )
@@ -293,6 +300,7 @@ class Run:
             "step": self.step,
             "train_loss": statistics.mean(self.losses) if self.losses else None,
             "alpha": alpha,
+            "alpha_temperature_1": alpha_1,
             "predicted_speedup": prediction.speedup,
             "predicted_tokens_per_round": prediction.tokens_per_round,
             "best_k": prediction.k,
@@ -314,7 +322,7 @@ def log_evaluation(evaluation: dict, temperature: float) -> None:
         loss = f"{evaluation['train_loss']:.4f}"
     alpha = f"{evaluation['alpha']:.4f}"
     if temperature != 1:
-        alpha += f" at temperature {temperature:g}"
+        alpha += f" at temperature {temperature:g}, {evaluation['alpha_temperature_1']:.4f} at 1"
     if "alpha_by_position" in evaluation:
         positions = ", ".join(f"{x:.3f}" for x in evaluation["alpha_by_position"])
         alpha += f" (by position {positions})"
@@ -355,7 +363,7 @@ def export(run: Run, hf: dict, heldout: Tensor) -> dict:
     Returns the result that `main` prints."""
     args = run.args
     best = run.evaluations[best_evaluation(run.speedups)]
-    names = ("alpha", "c", "v", "predicted_speedup", "best_k")
+    names = ("alpha", "alpha_temperature_1", "c", "v", "predicted_speedup", "best_k")
     result = {name: best[name] for name in names}
     result |= {
         "temperature": args.temperature,
@@ -484,7 +492,11 @@ def distill(args) -> dict:
     training, heldout = hold_out(documents, args.heldout)
     if args.sampled:
         openings = find_openings(tokenizer, args, training, end)
-    target = pack_model(load_model(checkpoint, device=device, dtype=dtype, progress=True))
+    target = load_model(checkpoint, device=device, dtype=dtype, progress=True, pack=False)
+    first_weights = {}
+    if args.from_layers and state is None:
+        first_weights = weights_of_layers(kind.new_model(), target, args.from_layers)
+    pack_model(target)
     if args.sampled:
         sample_settings = {name: settings[name] for name in SAMPLE_FLAGS}
         samples = sampled_documents(target, tokenizer, args, openings, sample_settings)
@@ -499,7 +511,7 @@ def distill(args) -> dict:
     draft_dtype = dtype if kind.aux_layer_ids else pick_dtype(args.dtype, "bfloat16", device)
     run = Run(kind, target, args, device, draft_dtype)
     if state is None:
-        start(run, settings)
+        start(run, settings, first_weights)
     else:
         check_settings(args.work / "state.pt", state["settings"], settings)
         run.load(state)
@@ -509,11 +521,12 @@ def distill(args) -> dict:
     return export(run, kind.hf, rows)
 
 
-def start(run: Run, settings: dict) -> None:
+def start(run: Run, settings: dict, first_weights: dict[str, Tensor]) -> None:
     run.settings = settings
     run.costs = measure_costs(run.target, run.kind, run.args, run.eval_model.norm.weight.dtype)
     if run.args.project:
         project_embedding(run.draft, run.target)
+    run.draft.load_state_dict(first_weights, strict=False)  # a tied head is the embedding
 
 
 def log_text(run: Run, windows: Windows, heldout: Tensor) -> None:

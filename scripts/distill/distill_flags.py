@@ -9,7 +9,7 @@ from loading.hub import PATH_HELP, checkpoint_path
 
 NUMBERS = {  # flags of whole numbers -> (default, help)
     "--depth": (5, "tokens that all kinds but a model learn to draft in a round; default: 5"),
-    "--layers": (None, "of a model or pard, or of dflash or dspark (default: 1)"),
+    "--layers": (None, "of a model or pard without --from_layers, of dflash or dspark; default: 1"),
     "--draft_vocab": (None, "of eagle3: draft only the N most frequent tokens"),
     "--dim": (None, "hidden size of a model or pard; the other kinds have the target's"),
     "--heads": (
@@ -45,6 +45,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     for name, (default, help) in NUMBERS.items():
         add(name, type=positive, default=default, metavar="N", help=help)
+    add(
+        "--from_layers",
+        metavar="LAYERS",
+        help="start from layers of the target, with its sizes: 0-1,28-29",
+    )
     separators = "<|endoftext|> or, without any, by blank lines"
     add("--text", type=Path, metavar="FILE", help=f"documents, separated by {separators}")
     add(

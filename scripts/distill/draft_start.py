@@ -1,20 +1,24 @@
 """The config.json and the first weights of a draft that scripts.distill_draft trains.
 
 check_sizes             checks the flags of sizes against each other and the target
-draft_config            config.json, with the sizes of the flags
+draft_config            config.json: sizes from the flags, or some of the target's layers
 init_weights            random weights
+weights_of_layers       the weights of some of the target's layers
 project_embedding       the target's embedding in fewer columns
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from decoding.errors import UserError
+from drafts.target_layers import layer_subset, parse_layers
 from loading.config import config_from_hf, text_part
 from loading.families import FAMILIES
 from model import Config, Transformer
+from weights.linears import QuantizedLinear, check_unpacked
 
 # Keys of config.json that a draft must share with its target.
 SHARED = (
@@ -57,7 +61,8 @@ OWN_ROPES = (
 
 
 def check_sizes(args, config: Config) -> None:
-    """Check sizes against --kind, and set args.layers and args.dim. UserError for wrong flags."""
+    """Check sizes against --kind and --from_layers, and set args.layers and args.dim. UserError
+    for wrong flags."""
     vocab_size = config.vocab_size if args.kind == "eagle3" else 0
     if (args.draft_vocab or 0) > vocab_size:
         raise UserError(
@@ -72,15 +77,37 @@ def check_sizes(args, config: Config) -> None:
                 raise UserError(f"--kind {args.kind} sets --{name} itself: leave it away")
         args.layers = args.layers or 1
         args.dim = config.dim
+    if args.from_layers:
+        set_sizes_of_layers(args, config)
     if args.layers is None or args.dim is None:
         raise UserError(f"--kind {args.kind} needs --layers and --dim")
     if args.project and args.dim > config.dim:
         raise UserError(f"--project: --dim {args.dim} is more than the target's {config.dim}")
 
 
+def set_sizes_of_layers(args, config: Config) -> None:
+    if args.kind in TARGET_SIZES:
+        raise UserError(f"--kind {args.kind} takes no --from_layers")
+    if any(config.sparse):
+        raise UserError(
+            "--from_layers: layers of experts make no quick draft; give --layers and --dim"
+        )
+    args.from_layers = parse_layers(args.from_layers)
+    sizes = (args.layers, args.dim, args.heads, args.kv_heads, args.ffn)
+    if any(sizes) or args.project:
+        raise UserError(
+            "--from_layers takes sizes and embedding from the target: give no sizes, and no"
+            " --project"
+        )
+    args.layers = len(args.from_layers)
+    args.dim = config.dim
+
+
 def draft_config(hf: dict, args) -> dict:
     """config.json of a Llama with the target's RoPE; targets in OWN_ROPES pass on only theta. An
     MTP head has the target's own. UserError for sizes that do not divide."""
+    if args.from_layers:
+        return layers_config(hf, args.from_layers)
     hf = text_part(hf)
     if args.kind == "mtp":
         return {key: value for key, value in hf.items() if key != "quantization_config"}
@@ -139,6 +166,20 @@ def check_heads(D: int, heads: int, kv_heads: int) -> None:
         )
 
 
+def layers_config(hf: dict, layer_ids: Sequence[int]) -> dict:
+    """config.json of a model that consists of some of the target's layers."""
+    max_layer = hf["num_hidden_layers"] - 1
+    if not 0 <= min(layer_ids) <= max(layer_ids) <= max_layer:
+        raise UserError(f"--from_layers {list(layer_ids)}: the target has layers 0 to {max_layer}")
+    config = {key: value for key, value in hf.items() if key != "quantization_config"}
+    if config.get("layer_types"):
+        config["layer_types"] = [config["layer_types"][i] for i in layer_ids]
+    if config.get("model_type") == "smollm3":
+        rope_types = config_from_hf({**hf, "quantization_config": None}).rope_types
+        config["no_rope_layers"] = [int(rope_types[i] is not None) for i in layer_ids]
+    return config | {"num_hidden_layers": len(layer_ids), "dtype": "bfloat16"}
+
+
 def init_weights(model: Transformer, seed: int) -> None:
     """GPT-2's scheme: normal(0, 0.02); the two matrices that write to the residual stream are
     scaled by depth."""
@@ -148,6 +189,41 @@ def init_weights(model: Transformer, seed: int) -> None:
             is_output = name.endswith(("attention.out.weight", "ffn.down.weight"))
             std = 0.02 / math.sqrt(2 * model.config.n_layers) if is_output else 0.02
             torch.nn.init.normal_(weight, std=std, generator=generator)
+
+
+@torch.no_grad()
+def weights_of_layers(
+    draft: Transformer, target: Transformer, layer_ids: Sequence[int]
+) -> dict[str, Tensor]:
+    """First weights of a draft, in float32: some of the target's layers, its norm and its
+    embedding. The mask's row of the embedding is the mean of the others. UserError for a packed
+    target."""
+    check_unpacked(target, "copied")
+    subset = layer_subset(target, layer_ids)
+    if (subset.windows, subset.rope_types) != (draft.windows, draft.rope_types):
+        raise UserError(
+            f"--from_layers {list(layer_ids)}: config.json cannot express the windows and RoPE of"
+            " these"
+        )
+    source = dict(subset.named_modules())
+    weights = {}
+    for name, parameter in draft.named_parameters():
+        module, _, part = name.rpartition(".")
+        if module == "embed":
+            stored = embedding_of(target)
+        else:
+            stored = plain_weight(source[module], part)
+        num_extra = len(parameter) - len(stored)
+        extra = stored.mean(0, keepdim=True).expand(num_extra, *stored.shape[1:])
+        weights[name] = torch.cat((stored, extra))
+    return weights
+
+
+def plain_weight(module: torch.nn.Module, part: str) -> Tensor:
+    """A module's parameter in floating point, where the module may be quantized."""
+    if isinstance(module, QuantizedLinear) and part == "weight":
+        return module.dequantized(torch.float32)
+    return getattr(module, part).float()
 
 
 def embedding_of(target: Transformer) -> Tensor:
