@@ -792,7 +792,7 @@ def test_metrics_add_up(server):
     answers = [
         server.ask(PROMPTS[0], n=2, temperature=1),
         server.ask(PROMPTS[1]),
-        server.ask("One day", max_tokens=1, echo=True),
+        server.ask("One day", max_tokens=0, echo=True),
         chat_answer(server, [{"role": "user", "content": PROMPTS[2]}]),
         respond(server, input=PROMPTS[3]),
         respond(server, input="One day", max_output_tokens=480),

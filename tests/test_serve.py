@@ -218,8 +218,8 @@ def test_stop_strings_end_before_themselves(server, plain_answer):
         choice = server.ask(PROMPTS[0], **options).choices[0]
         accepted = sum(token["origin"] == "accepted" for token in choice.tokens)
         assert accepted == choice.timings["speculative"]["accepted"]
-    alone = server.ask(PROMPTS[0], max_tokens=1, echo=True, stop=[*"abehiltw", " ", ","]).choices[0]
-    assert (alone.text, alone.finish_reason) == (PROMPTS[0], "stop")
+    alone = server.ask(PROMPTS[0], max_tokens=0, echo=True, stop=[*"abehiltw", " ", ","]).choices[0]
+    assert (alone.text, alone.finish_reason) == (PROMPTS[0], "length")
     # what could have become one is not lost
     choice = server.ask(PROMPTS[0], stop=text[-3:] + "zzz").choices[0]
     assert (choice.text, choice.finish_reason) == (text, "length")
@@ -381,8 +381,8 @@ def test_log_probabilities_are_the_models(server, model, tokenizer, plain_answer
         b"".join(bytes(entry.bytes) for entry in entries).decode()
         == plain_answer(PROMPTS[0], 12)[0]
     )
-    scored = server.ask(PROMPTS[0], max_tokens=1, logprobs=0, echo=True).choices[0]
-    assert scored.text.startswith(PROMPTS[0]) and len(scored.logprobs.tokens) == len(prompt) + 1
+    scored = server.ask(PROMPTS[0], max_tokens=0, logprobs=0, echo=True).choices[0]
+    assert scored.text == PROMPTS[0] and len(scored.logprobs.tokens) == len(prompt)
 
 
 def test_a_chats_log_probabilities_are_those_of_its_text(server, tokenizer, plain_answer):
@@ -423,12 +423,12 @@ def test_an_echoed_prompt_runs_once_in_chunks_while_others_decode(
     likely = [expected[i].max().item() for i in range(len(prompt) - 1)]
     lengths = (161, 160, 17, 16, 2, 1)  # chunks full, begun and of one token
     prompts = [prompt[:length] for length in lengths]
-    scored = running.ask(prompts, max_tokens=1, logprobs=2, echo=True).choices
+    scored = running.ask(prompts, max_tokens=0, logprobs=2, echo=True).choices
     for length, choice in zip(lengths, scored, strict=True):
         assert choice.logprobs.token_logprobs[0] is None
-        logprobs = choice.logprobs.token_logprobs[1:length]
+        logprobs = choice.logprobs.token_logprobs[1:]
         assert logprobs == pytest.approx(close[: length - 1], abs=1e-4)
-        tops = [max(top.values()) for top in choice.logprobs.top_logprobs[1:length]]
+        tops = [max(top.values()) for top in choice.logprobs.top_logprobs[1:]]
         assert tops == pytest.approx(likely[: length - 1], abs=1e-4)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         other = pool.submit(lambda: list(running.ask("One", max_tokens=100, stream=True)))
@@ -462,9 +462,9 @@ def test_clients_decode_between_the_chunks_of_an_echo(model, tokenizer):
         decoder.add([first])
         decoder.step(0)
         echo = read_request(
-            {"prompt": "a", "echo": True, "logprobs": 0, "max_tokens": 1}, False, "m", Sampling(0)
+            {"prompt": "a", "echo": True, "logprobs": 0, "max_tokens": 0}, False, "m", Sampling(0)
         )
-        second = Row(Job(job.loop), echo, 0, [1, *range(5, 104)], 1, 0, tokenizer)
+        second = Row(Job(job.loop), echo, 0, [1, *range(5, 104)], 0, 0, tokenizer)
         decoder.add([second])
         numbers = []
         while not second.is_finished and len(numbers) < 20:
@@ -1171,6 +1171,8 @@ def test_keys_of_other_servers_at_their_defaults_change_nothing():
     penalized = Sampling(0, repetition_penalty=1.3)
     unpenalized = read_request({"prompt": "a", "repeat_penalty": 1.0}, False, "m", penalized)
     assert unpenalized.sampling == Sampling(0)  # not the server's default either
+    limits = {"max_tokens": -1, "max_completion_tokens": 2}
+    assert read_request({"messages": messages, **limits}, True, "m", Sampling()).max_new_tokens == 2
     for key, value in (
         ("min_tokens", 1),
         ("repeat_penalty", 1.1),

@@ -66,8 +66,8 @@ class Job:
 
 
 class Row(Answer):
-    """Answer `index` of a job. `stops`: the server's stop strings, for a request without its
-    own."""
+    """Answer `index` of a job. `stops`: the server's stop strings, for a request without its own.
+    `max_new_tokens` is 0 for an echo alone, which decodes one token and discards it."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Row(Answer):
             ids,
             stops if text_request.stop is None else text_request.stop,
             sampling=text_request.sampling,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=max(1, max_new_tokens),
             stop_ids=job.stop_ids,
             seed=seed,
             draft=text_request.draft,
@@ -95,6 +95,7 @@ class Row(Answer):
         self.job = job
         self.text_request = text_request
         self.index = index
+        self.max_new_tokens = max_new_tokens
         self.seed = seed
         self.prompt_number = index // text_request.n
         self.is_closing = False  # all tokens have come, and their last text may
@@ -124,15 +125,17 @@ class Row(Answer):
         belongs to the last token too, which is pending still."""
         super().add(text, record)
         if self.is_closing:
-            if self.pending:
+            if self.pending and self.max_new_tokens:
                 last = self.pending[-1]
                 self.pending[-1] = last._replace(text=last.text + text)
             return
         number = len(self.ids) - 1
         if number == 0 and self.text_request.echo:
             self.pending = self.echo()
-        seconds = self.request.prefill_s + self.request.decode_s
-        self.pending.append(token_of(self, number, text, seconds, self.num_logprobs))
+        if self.max_new_tokens:
+            seconds = self.request.prefill_s + self.request.decode_s
+            token = token_of(self, number, text, seconds, self.num_logprobs)
+            self.pending.append(token)
 
     def close(self) -> None:
         self.is_closing = True
@@ -141,8 +144,13 @@ class Row(Answer):
     def read_prompt(self, tokenizer: Tokenizer) -> list[str]:
         """The texts of the prompt's tokens. The answer may complete the last character of the
         prompt."""
-        self.stream = tokenizer.stream()
-        return [self.stream.feed(id) for id in self.prompt]
+        stream = tokenizer.stream()
+        texts = [stream.feed(id) for id in self.prompt]
+        if self.max_new_tokens:
+            self.stream = stream
+        else:
+            texts[-1] += stream.flush()
+        return texts
 
     def echo(self) -> list[Token]:
         """The prompt as tokens of the answer, with log-probabilities on request; the first token
@@ -154,6 +162,15 @@ class Row(Answer):
         for number, record in enumerate(records, 1):
             tokens[number] = tokens[number]._replace(top_logprobs=logprob_pairs(record))
         return tokens
+
+    @property
+    def finish_reason(self) -> str:
+        return super().finish_reason if self.max_new_tokens else "length"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer; none of an echo, whose one token nobody asked for."""
+        return len(self.ids) if self.max_new_tokens else 0
 
     @property
     def queue_s(self) -> float:
@@ -310,7 +327,7 @@ class Decoder:
         timings = {
             "queue_s": row.queue_s,
             "ttft_s": row.ttft_s,
-            "tokens": len(row.ids),
+            "tokens": row.num_tokens,
             "seed": row.seed,
             "cached_tokens": request.num_reused,
             "rows": max((len(step.positions) for step in request.steps), default=1),

@@ -70,7 +70,7 @@ def amounts_of(row) -> dict[str, float]:
     request = row.request
     drafting = RowStatistics(request.token_records)
     amounts = {
-        "generated_tokens_total": len(row.ids),
+        "generated_tokens_total": row.num_tokens,
         "drafted_tokens_total": drafting.num_drafted,
         "accepted_tokens_total": drafting.accepted.total(),
         "decode_seconds_total": request.decode_s,

@@ -116,7 +116,7 @@ HINTS = get_type_hints(Sampling)
 SETTINGS = {field.name: (setting_type(HINTS[field.name]), None) for field in fields(Sampling)}
 NonEmpty = Field(min_length=1)
 FirstError = Field(fail_fast=True)  # of a list, which may have a million
-MaxTokens = Annotated[int, Field(ge=1, le=2**31)]
+MaxTokens = Annotated[int, Field(ge=0, le=2**31)]
 Stops = Annotated[list[str] | None, BeforeValidator(without_empty), Field(max_length=MAX_STOPS)]
 StreamOption = Literal["include_usage", "include_obfuscation", "continuous_usage_stats"]
 
@@ -157,6 +157,10 @@ class TextRequest(create_model("Settings", __base__=SharedKeys, **SETTINGS)):
         if self.max_completion_tokens not in (None, self.max_new_tokens):
             raise Refusal(
                 "max_tokens and max_completion_tokens differ: give one of them", "max_tokens"
+            )
+        if self.max_new_tokens == 0 and not self.echo:
+            raise Refusal(
+                "max_tokens = 0 must be at least 1: only an echo needs no token", "max_tokens"
             )
         if self.chat and self.top_logprobs and not self.logprobs:
             raise Refusal(
@@ -316,13 +320,6 @@ class Chat(TextRequest):
         return self.top_logprobs if self.logprobs else None
 
 
-def check_model(name: object, own_name: str) -> None:
-    """Refusal for another model than the server's."""
-    if name != own_name:
-        message = f"no model {name!r:.99}: this server has {own_name!r}"
-        raise Refusal(message, "model", 404, "model_not_found")
-
-
 def read_request(body: dict, chat: bool, model: str, sampling: Sampling) -> TextRequest:
     """The checked body of /v1/chat/completions or /v1/completions. `sampling` has the defaults of
     its settings."""
@@ -334,7 +331,11 @@ def read_request(body: dict, chat: bool, model: str, sampling: Sampling) -> Text
     request_type = Chat if chat else Completion
     own_keys = {"model", *(item.alias or name for name, item in request_type.model_fields.items())}
     body = defaults | translated(body, chat, own_keys)
-    check_model(body.pop("model", model), model)
+    name = body.pop("model", model)
+    if name != model:
+        raise Refusal(
+            f"no model {name!r:.99}: this server has {model!r}", "model", 404, "model_not_found"
+        )
     try:
         return request_type.model_validate(body)
     except ValidationError as error:

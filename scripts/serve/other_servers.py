@@ -2,7 +2,8 @@
 
     LABELS        keys that name a request or its sender, at any value
     DEFAULTS      key -> the values at which a request is as without it
-    EQUIVALENT    key -> a value, and the one that this server reads in its place
+    EQUIVALENT    key -> pairs of a value and the value that this server reads in its place
+    RENAMED       key -> the key that this server reads in its place
     translated    the keys of a request's body that openai_form.py is to read or to refuse
 
 Clients send the defaults of the server that they were written for. A key that this server does not
@@ -46,17 +47,20 @@ DEFAULTS = {
     "reasoning_format": ("none", "auto", "deepseek"),
 }  # and best_of and add_special_tokens, which depend on the rest of the request
 EQUIVALENT = {
-    "top_k": (-1, 0),
-    "max_tokens": (-1, UNLIMITED),
-    "max_completion_tokens": (-1, UNLIMITED),
-    "logit_bias": ([], {}),
+    "top_k": [(-1, 0)],
+    "max_tokens": [(-1, UNLIMITED)],
+    "max_completion_tokens": [(-1, UNLIMITED)],
+    "logit_bias": [([], {})],
 }
+RENAMED = {"n_predict": "max_tokens"}
+LIMITS = ("max_tokens", "max_completion_tokens")
 
 
 def translated(body: dict, is_chat: bool, own_keys: Collection[str]) -> dict:
     """The body without null and neutral values, and with this server's keys and values in place of
     equal ones. `own_keys`: those that the request's type reads."""
     body = with_own_names(body, is_chat)
+    drop_unlimited(body)
     defaults = DEFAULTS | {
         "best_of": (body.get("n") or 1,),
         "add_special_tokens": (not is_chat,),  # what a server adds by itself
@@ -66,8 +70,7 @@ def translated(body: dict, is_chat: bool, own_keys: Collection[str]) -> dict:
         neutral = () if name in own_keys else neutral_values(name)
         neutral = defaults.get(name, neutral)
         if value is not None and name not in LABELS and not is_among(value, neutral):
-            other, own_value = EQUIVALENT.get(name, (None, None))
-            result[name] = own_value if is_among(value, [other]) else value
+            result[name] = equivalent(value, EQUIVALENT.get(name, ()))
     return result
 
 
@@ -80,9 +83,20 @@ def with_own_names(body: dict, is_chat: bool) -> dict:
         body["tools"] = None  # a prompt without tools asks for no call
     if is_chat and body.get("reasoning_format") == "none":
         body["separate_reasoning"] = False
-    if "n_predict" in body and "max_tokens" not in body:
-        body["max_tokens"] = body.pop("n_predict")
+    for name, own_name in RENAMED.items():
+        if name in body and own_name not in body:
+            body[own_name] = body.pop(name)
     return body
+
+
+def drop_unlimited(body: dict) -> None:
+    """Where a request has two different limits, remove one of -1, which is none."""
+    limits = [body.get(name) for name in LIMITS]
+    if None in limits or limits[0] == limits[1]:
+        return
+    for name in LIMITS:
+        if body[name] == -1:
+            del body[name]
 
 
 def neutral_values(name: str) -> tuple:
@@ -94,3 +108,11 @@ def is_among(value: object, others: Iterable) -> bool:
     """Is it one of the others? False is no 0, and 1.0 is 1: clients write numbers either way."""
     is_bool = isinstance(value, bool)
     return any(value == other for other in others if isinstance(other, bool) == is_bool)
+
+
+def equivalent(value: object, pairs: Iterable[tuple]) -> object:
+    """The value that this server reads in place of `value`."""
+    for other, own_value in pairs:
+        if is_among(value, [other]):
+            return own_value
+    return value

@@ -36,7 +36,7 @@ DEFAULTS = {
 # Ignored: names of a program and its session, a number of tools that run on OpenAI's servers, and
 # include_obfuscation, which this server's streams do without.
 LABELS = {"client_metadata", "max_tool_calls", "stream_options"}
-# Keys that /v1/responses has in another form, or has no room for.
+# Keys of chats that /v1/responses has in another form, or has no room for.
 CHAT_KEYS = {
     "messages",
     "max_tokens",
@@ -47,7 +47,6 @@ CHAT_KEYS = {
     "n_predict",
     "reasoning_effort",
     "tokens",
-    "top_logprobs",
     "verbosity",
 }
 TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
@@ -141,7 +140,10 @@ def read_response_request(body: dict) -> ResponseRequest:
         if value is None or key in LABELS or is_among(value, DEFAULTS.get(key, ())):
             continue
         if key in CHAT_KEYS:
-            message = f"{key!r} is not supported here: /v1/responses does without it"
+            message = f"{key!r} is a key of chats, which /v1/responses does not have"
+            raise Refusal(message, key, 400, "unknown_parameter")
+        if key == "top_logprobs":
+            message = f"{key!r} is not supported by this server: answers come without them"
             raise Refusal(message, key, 400, "unknown_parameter")
         keys[key] = value
     try:

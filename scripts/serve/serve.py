@@ -66,7 +66,6 @@ try:
         Event,
         Refusal,
         TextRequest,
-        check_model,
         read_request,
         token_counts,
     )
@@ -121,7 +120,7 @@ def event_stream(*args) -> Response:
 
 class EncodedPrompt(NamedTuple):
     ids: list[int]
-    max_new_tokens: int
+    max_new_tokens: int  # 0: an echo alone
 
 
 class Submitted(NamedTuple):
@@ -219,7 +218,13 @@ class Api:
         return json_response({"object": "list", "data": [self.description()]})
 
     async def model(self, name: str) -> Response:
-        check_model(name, self.name)
+        if name != self.name:
+            raise Refusal(
+                f"no model {name!r:.99}: this server has {self.name!r}",
+                "model",
+                404,
+                "model_not_found",
+            )
         return json_response(self.description())
 
     def description(self) -> dict:
@@ -457,7 +462,7 @@ class Api:
             requested = self.defaults.max_new_tokens
         if requested is not None or not request.chat:
             limit = min(room, new_tokens(requested, ids, max_length))
-        check_lengths(self.llm.engine.model, [ids], [limit], max_length)
+        check_lengths(self.llm.engine.model, [ids], [max(1, limit)], max_length)
         return EncodedPrompt(ids, limit)
 
     def ids_of(

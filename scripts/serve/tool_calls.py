@@ -67,13 +67,6 @@ class CallFormat(NamedTuple):
         return self.parameter.partition("VALUE")[2].strip()
 
 
-# gpt-oss's header of a call names the channel, and the recipient before or after it.
-CHANNELS = (
-    " <|channel|>commentary to=functions.NAME",
-    " to=functions.NAME<|channel|>commentary",
-)
-CONTENT_TYPES = (" <|constrain|>json", " json", "")
-
 CALL_FORMATS = (
     CallFormat(
         "Hermes and Qwen",
@@ -131,10 +124,18 @@ CALL_FORMATS = (
         "gpt-oss",
         r"<\|call\|>",
         {
+            # A header names the channel, and the recipient before or after it.
             "begin": {
-                f"{channel}{content_type}<|message|> {{": "arguments"
-                for channel in CHANNELS
-                for content_type in CONTENT_TYPES
+                " <|channel|>commentary to=functions.NAME <|constrain|>json<|message|> {": (
+                    "arguments"
+                ),
+                " <|channel|>commentary to=functions.NAME json<|message|> {": "arguments",
+                " <|channel|>commentary to=functions.NAME<|message|> {": "arguments",
+                " to=functions.NAME<|channel|>commentary <|constrain|>json<|message|> {": (
+                    "arguments"
+                ),
+                " to=functions.NAME<|channel|>commentary json<|message|> {": "arguments",
+                " to=functions.NAME<|channel|>commentary<|message|> {": "arguments",
             },
             "content": {" <|end|><|start|>assistant": "begin"},
             "tail": {" <|call|>": "after"},
