@@ -193,7 +193,7 @@ def chat(llm: LLM, options: Options) -> None:
     for turn_number in itertools.count():
         text = ranks.broadcast_object(read_message() if ranks.rank == 0 else None)
         if text is None or text.split()[:1] == ["/exit"]:
-            return
+            return say_what_compiling_gains(llm)
         text = run_command(conversation, text)
         if text is None:
             continue
@@ -203,6 +203,14 @@ def chat(llm: LLM, options: Options) -> None:
             if ranks.world > 1:  # ranks stop at different tokens, and torchrun ends them
                 raise
             print_status("[interrupted]")
+
+
+def say_what_compiling_gains(llm: LLM) -> None:
+    """On a terminal, after answers in eager steps on a CPU (docs/measured.md has the figures)."""
+    engine = llm.engine
+    is_eager = engine.runner.device.type == "cpu" and not engine.runner.compile
+    if is_eager and engine.scheduler.next_id and sys.stderr.isatty():
+        print_status("steps ran eagerly; --compile makes them faster, and its first start longer")
 
 
 def run_command(conversation: Conversation, text: str) -> str | None:
