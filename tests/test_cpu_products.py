@@ -590,3 +590,20 @@ def test_compiled_code_reads_packed_weights(small_is_large):
             for first, second in ((a, b), (c, d)):
                 want, got = second(first(x)).float(), pair(first, second, x).float()
                 assert torch.allclose(got, want, atol=2**-6, rtol=2**-6) and want.abs().max() > 0.1
+
+
+COMPILED_SUM = """
+import torch
+from weights.compiling import compiled
+
+x = torch.arange(500.0)
+assert torch.equal(compiled(lambda x: 2 * x + 1, x.device)(x), 2 * x + 1)
+"""
+
+
+@pytest.mark.compiled
+def test_code_that_is_kept_on_disk_is_read_at_its_own_level_alone(tmp_path):
+    """Processors of two levels may share a folder of compiled code."""
+    for level in ({}, {"ATEN_CPU_CAPABILITY": "avx2"}, {}):
+        env = os.environ | level | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        subprocess.run([sys.executable, "-c", COMPILED_SUM], cwd=ROOT, env=env, check=True)

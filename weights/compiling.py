@@ -51,6 +51,12 @@ GPU_OPTIONS = {
 # without them.
 UNCHECKED = {"size_asserts": False, "alignment_asserts": False}
 
+# Bits of a vector, by torch's name for the level of instructions that it uses. Inductor keeps C++
+# on disk without a note of the level: code whose loops count in vectors of one width would be
+# compiled for those of another, and leave out half of the numbers. A width that is asked for is
+# part of the key.
+VECTOR_BITS = {"AVX512": 512, "AVX2": 256}
+
 MAX_VARIANTS = 256  # compiled variants of one function: engines, sampling paths, draft lengths
 CAN_ISOLATE = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 
@@ -106,15 +112,17 @@ def filter_guards(guards: list) -> list[bool]:
 def compile_options(device: torch.device, prompts: bool) -> dict[str, object]:
     """Inductor's settings for steps, or for prompts, which have too many lengths for CUDA
     graphs."""
+    options = torch._inductor.list_mode_options("default" if prompts else "reduce-overhead")
+    device_options = {}
     if device.type == "cpu":
         probe_vector_isa()
-    options = torch._inductor.list_mode_options("default" if prompts else "reduce-overhead")
-    gpu_options = {}
+        level = torch.backends.cpu.get_cpu_capability()
+        device_options = {"cpp.simdlen": VECTOR_BITS.get(level)}
     if device.type == "cuda" and not prompts:
         # Those that this version knows.
         known_options = torch._inductor.config.get_config_copy()
-        gpu_options = {name: x for name, x in GPU_OPTIONS.items() if name in known_options}
-    return options | UNCHECKED | {"guard_filter_fn": filter_guards} | gpu_options
+        device_options = {name: x for name, x in GPU_OPTIONS.items() if name in known_options}
+    return options | UNCHECKED | {"guard_filter_fn": filter_guards} | device_options
 
 
 def compiled(function: Callable, device: torch.device, prompts: bool = False) -> Callable:
