@@ -22,6 +22,7 @@ if __name__ == "__main__":
 
 import contextlib
 import itertools
+import operator
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -62,7 +63,7 @@ def decode(
     empty or does not fit into the model's context."""
     from decoding.runner import ModelRunner  # here: `import generate` loads no engine
 
-    prompt = [int(id) for id in prompt]
+    prompt = [operator.index(id) for id in prompt]
     stop_ids = frozenset(stop_ids)
     validation.check_request(model, prompt, max_new_tokens, sampling, seed, stop_ids)
     device = model.norm.weight.device
@@ -243,13 +244,13 @@ class LLM:
             settings["logit_bias"] = validation.bias_pairs(settings["logit_bias"])
         sampling_names = {field.name for field in fields(Sampling)}
         sampling_settings = {name: settings.pop(name) for name in sampling_names & {*settings}}
-        self._use_processor(settings.pop("logits_processor", self.logits_processor))
+        engine = self._use_processor(settings.pop("logits_processor", self.logits_processor))
         ids = self.encode(prompt, **settings)
-        limit = self.engine.max_seq_length
+        limit = engine.max_seq_length
         max_new_tokens = new_tokens(max_new_tokens, ids, limit)
         sampling = Sampling(**self.sampling | sampling_settings)
-        validation.check_lengths(self.engine.model, [ids], [max_new_tokens], limit)
-        validation.check_settings(self.engine.model, sampling, seed, self.stop_ids)
+        validation.check_lengths(engine.model, [ids], [max_new_tokens], limit)
+        validation.check_settings(engine.model, sampling, seed, self.stop_ids)
         answer = Answer(
             self.tokenizer,
             ids,
@@ -260,7 +261,7 @@ class LLM:
             seed=seed,
             grammar=None if schema is None else self.grammar(schema),
         )
-        answer.engine = self.engine
+        answer.engine = engine
         return answer
 
     def encode(self, prompt, *, parse_special: bool = False, **template) -> list[int]:
@@ -298,15 +299,15 @@ class LLM:
                 self.grammars = JsonGrammars(self.tokenizer, self.stop_ids)
             return self.grammars.compile(schema)
 
-    def _use_processor(self, logits_processor: Callable | None) -> None:
-        """The processor is part of an engine's compiled steps, so another one means a new
-        engine."""
+    def _use_processor(self, logits_processor: Callable | None):
+        """The engine of this processor, which is part of an engine's compiled steps: another one
+        means a new engine."""
         with self.lock:
             old = self.engine
             # Ctrl-C may have come while another engine was made, after it had taken the drafter.
             is_lost = old.drafter is not None and old.drafter.owner() is None
             if logits_processor is old.options.logits_processor and not is_lost:
-                return
+                return old
             if self.running:
                 raise UserError(
                     "another logits_processor cannot start while answers are running: wait for"
@@ -318,6 +319,7 @@ class LLM:
             engine = Engine(old.model, old.batch_size, old.max_seq_length, options, old.drafter)
             calibrate_auto(engine)  # Ctrl-C may come before the engine is ready
             self.engine = engine
+            return engine
 
     def __reduce__(self):
         raise TypeError(
@@ -375,11 +377,14 @@ class LLM:
         try:
             while not interrupts:
                 num_free = self.engine.batch_size - len(self.engine.requests)
-                for answer in itertools.islice(answers, max(0, num_free)):
+                # Without any of its own it asks for one more, which may wait for others' slots:
+                # only so does it learn that none is left.
+                num_wanted = max(num_free, 0 if started else 1)
+                for answer in itertools.islice(answers, num_wanted):
                     started.append(answer)
                     self.start(answer)
-                if num_free > 0 and not started:
-                    return  # none is left
+                if not started:
+                    return
                 with self.lock:
                     if self.engine.has_unfinished():
                         self.engine.step()

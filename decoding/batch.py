@@ -64,9 +64,11 @@ class Batch(nn.Module):
         self.broadcast = ranks.broadcast
         self.parked_pos = S
 
-        def fixed(name: str, *shape: int, value=0, dtype: torch.dtype | None = None) -> None:
+        def fixed(name: str, *shape: int, value=0, dtype: torch.dtype = torch.int64) -> None:
             tensor = torch.full(shape, value, dtype=dtype, device=device)
             self.register_buffer(name, tensor)
+
+        f32 = torch.float32
 
         # The prompt, then the decided tokens; positions after `pos` are a round's scratch space. A
         # parked row has pos = S and writes up to S + K + 1.
@@ -76,12 +78,12 @@ class Batch(nn.Module):
         fixed("pos", B, value=S)
         fixed("prompt_length", B)
         fixed("end", B)  # the index of the last token
-        fixed("done", B, value=True)
+        fixed("done", B, value=True, dtype=torch.bool)
         fixed("seed", B)
         fixed("stop_ids", B, MAX_STOP_IDS, value=-1)
         fixed("draft_limit", B, value=K)  # tokens that a round may draft for the row
-        fixed("values", B, len(SETTINGS), value=0.0)  # of the rows' samplings
-        fixed("biases", B, 2, MAX_BIASES, value=0.0)
+        fixed("values", B, len(SETTINGS), dtype=f32)  # of the rows' samplings
+        fixed("biases", B, 2, MAX_BIASES, dtype=f32)
         num_words = math.ceil(vocab_size / 32)
         # One bit for each token, set where a grammar allows it.
         fixed("masks", B, K + 1, num_words, value=-1, dtype=torch.int32)
@@ -92,18 +94,18 @@ class Batch(nn.Module):
         fixed("num_decided", B)
         fixed("num_drafted", B)
         fixed("accepted", B)
-        fixed("overlap", B, K, value=0.0)
+        fixed("overlap", B, K, dtype=f32)
         fixed("drafted", B, K)
         if options.logprobs is not None:
             num_logprobs = 1 + options.logprobs
-            fixed("top_logprobs", B, K + 1, num_logprobs, 2, value=0.0)  # of decoding/logits.py
+            fixed("top_logprobs", B, K + 1, num_logprobs, 2, dtype=f32)  # of decoding/logits.py
             # p of the target and q of the draft (0: none), of the decided token and of the drafted
             # one, which differ where it was rejected.
-            fixed("token_probs", B, K + 1, 4, value=0.0)
+            fixed("token_probs", B, K + 1, 4, dtype=f32)
 
     def fill(self, slot: int, request) -> None:
         """Write a request (scheduler.Request) into a slot, which stays parked until `activate`."""
-        ids = request.prompt + request.tokens
+        ids = request.prompt
         self.tokens[slot, : len(ids)] = torch.tensor(ids)
         stop_ids = sorted(request.stop_ids)
         no_stop_ids = [-1] * (MAX_STOP_IDS - len(stop_ids))
@@ -190,9 +192,9 @@ class Batch(nn.Module):
 
     def noise(self, pos: Tensor, purpose: int = PLAIN_DRAW) -> Tensor:
         """Uniform numbers (B, T) for tokens at pos (B, T). Greedy sampling decides alike with any
-        numbers, and gets zeros."""
-        if self.sampling_path == GREEDY:
-            return torch.zeros(pos.shape, device=pos.device)
+        numbers, and gets zeros, but for a Rule, which may use them."""
+        if self.sampling_path == GREEDY and isinstance(self.verification, str):
+            return torch.zeros(pos.shape, dtype=torch.float32, device=pos.device)
         return row_noise(self.seed, self.pos, pos, purpose)
 
     def record_logprobs(

@@ -12,6 +12,7 @@ prefill.py and warmup.py hold what an engine does besides: prompts, and compilin
 """
 
 import functools
+import operator
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -138,7 +139,7 @@ class Engine:
             raise UserError(
                 "the drafter belongs to an engine that was made later: give each engine its own"
             )
-        prompt = list(prompt)
+        prompt = [operator.index(id) for id in prompt]
         stop_ids = frozenset(stop_ids)
         validation.check_lengths(self.model, [prompt], [max_new_tokens], self.max_seq_length)
         validation.check_settings(self.model, sampling, seed, stop_ids, MAX_STOP_IDS)

@@ -166,7 +166,8 @@ class CodedCache(KVCache):
         super().__init__(B, G, S, E, torch.int8, device)
         self.v = self.v.mT.contiguous().mT  # (B, G, S, E)
         for name in ("k_scale", "v_scale"):
-            self.register_buffer(name, torch.zeros(B, G, S, device=device), persistent=False)
+            scales = torch.zeros(B, G, S, dtype=torch.float32, device=device)
+            self.register_buffer(name, scales, persistent=False)
 
     @staticmethod
     def position_bytes(G: int, E: int, dtype: torch.dtype) -> int:

@@ -47,6 +47,7 @@ class Rule:
         to_accept, to_draw = noise
         is_drafted = q.amax(dim=-1) != 0  # (B, K)
         may_keep = self.keep(draft_tokens, q, p[:, :-1], to_accept)  # (B, K)
-        n = count_kept(may_keep & is_drafted)
+        is_number = ~p[:, :-1].isnan().any(dim=-1)  # (B, K)
+        n = count_kept(may_keep & is_drafted & is_number)
         p, q, to_draw = after_kept(n, p, q, to_draw)
         return n, draw(self.next_law(p, q), to_draw)

@@ -150,12 +150,12 @@ class Sampling:
         for name, setting in SETTINGS.items():
             value = getattr(self, name)
             values.append(float(setting.neutral if value is None else value))
-        return torch.tensor(values)
+        return torch.tensor(values, dtype=torch.float32)
 
     @cached_property
     def biases(self) -> Tensor:
         """(2, MAX_BIASES) float32: ids, exact below 2^24, and their biases; zeros add nothing."""
-        biases = torch.zeros(2, MAX_BIASES)
+        biases = torch.zeros(2, MAX_BIASES, dtype=torch.float32)
         if self.logit_bias:
             biases[:, : len(self.logit_bias)] = torch.tensor(self.logit_bias, dtype=torch.float32).T
         return biases

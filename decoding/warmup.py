@@ -43,6 +43,7 @@ def warm_up(engine, path: str) -> float:
     """Compile the engine's steps for a sampling path and run them at every length that has a CUDA
     graph. Also compile prefill for short and long chunks, at position 0, at later positions, and
     past a sliding window. Returns seconds."""
+    assert not engine.requests, f"{len(engine.requests)} requests would lose their slots"
     start = time.perf_counter()
     if engine.runner.compile_prompts:
         warm_up_prompts(engine)
@@ -96,6 +97,7 @@ def calibrate(
 ) -> dict[int, dict[int, Costs]]:
     """Number of rows -> attended length -> medians of a plain step, of drafting and
     of verifying, measured in turn. `lengths`: how many positions are filled."""
+    assert not engine.requests, f"{len(engine.requests)} requests would lose their slots"
     assert min(lengths) >= 1 and max(lengths) < engine.max_seq_length, (
         f"{lengths} positions filled leave no room in {engine.max_seq_length}"
     )

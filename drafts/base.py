@@ -86,7 +86,7 @@ class Drafter(nn.Module):
         self.vocab = V = target.model.config.vocab_size  # the ids that it may draft end here
         device = batch.pos.device
         tokens = torch.zeros(B, k_max, dtype=torch.int64, device=device)
-        probs = torch.zeros(B, k_max, V, device=device)
+        probs = torch.zeros(B, k_max, V, dtype=torch.float32, device=device)
         self.register_buffer("tokens", tokens, persistent=False)
         self.register_buffer("probs", probs, persistent=False)
 
@@ -129,7 +129,8 @@ def propose(drafter: Drafter | None, batch: nn.Module, plan) -> Draft:
     tokens that are no draft: each row's last one, whose states are known to be finite."""
     if drafter is None:
         last = batch.tokens.gather(1, batch.pos[:, None])  # (B, 1)
-        q = torch.zeros(len(last), plan.k, batch.vocab_size, device=last.device)  # (B, K, V)
+        shape = (len(last), plan.k, batch.vocab_size)
+        q = torch.zeros(shape, dtype=torch.float32, device=last.device)  # (B, K, V)
         return Draft(last.expand(-1, plan.k), q)
     draft = Draft(*drafter.propose(batch, plan))
     num_drafted = draft.tokens.size(1)

@@ -21,6 +21,7 @@ import torch
 from conftest import ROOT
 
 from decoding.answers import Completion
+from decoding.errors import UserError
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
 from generate import LLM, decode
@@ -684,6 +685,48 @@ def test_an_error_elsewhere_ends_a_run_that_nobody_steps():
     (answer,) = llm.run(answers())
     with pytest.raises(ArithmeticError, match="elsewhere"):
         answer.check()
+
+
+def test_a_run_ends_with_its_last_answer_though_others_hold_all_slots():
+    llm = LLM(DEMO, batch_size=1)
+    other = llm.answer(PROMPT, **GREEDY | {"max_new_tokens": 100})
+    llm.start(other)
+    assert list(llm.run([])) == [] and llm.generate([]) == [] and not other.is_finished
+    answer = llm.answer(PROMPT, **GREEDY | {"max_new_tokens": 5})
+    last = llm.answer(PROMPT, **GREEDY | {"max_new_tokens": 100})
+
+    def answers():
+        yield answer
+        llm.start(last)  # as if in another thread
+
+    assert list(llm.run(answers())) == [answer]
+    assert other.is_finished and not last.is_finished
+
+
+def test_torchs_default_type_changes_no_text():
+    """Token ids, biases and probabilities are no bfloat16, which ends at 256 whole numbers."""
+    options = {"dtype": "float32", "draft": DRAFT, "speculate_k": 3, "cache_type": "int8"}
+    settings = {"temperature": 1.0, "top_p": 0.9, "seed": 4, "logit_bias": {1001: 3.0, 1003: -2.5}}
+    want = alone(LLM(DEMO, **options), PROMPT, **settings, max_new_tokens=30)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert alone(LLM(DEMO, **options), PROMPT, **settings, max_new_tokens=30) == want
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_an_answer_belongs_to_the_engine_of_its_own_processor():
+    """Also if another thread asks for another one while the prompt is encoded."""
+    llm = LLM(DEMO, batch_size=1)
+
+    class Prompt(list):
+        def __iter__(self):
+            llm.answer([5], logits_processor=lambda logits, tokens, pos: -logits)
+            return super().__iter__()
+
+    answer = llm.answer(Prompt([1, 5]), logits_processor=lambda logits, tokens, pos: logits)
+    with pytest.raises(UserError, match="another logits_processor was asked for"):
+        llm.start(answer)
 
 
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy])

@@ -1171,6 +1171,39 @@ def test_a_rule_of_ones_own_decides_what_is_kept(margins):
     assert rows_of(target, PROMPTS[:1], engine=plain, max_new_tokens=n) != [want]
 
 
+class KeepsHalf(KeepsAll):
+    def keep(self, draft_tokens, q, p, u):
+        return u < 0.5
+
+
+def test_a_rules_numbers_do_not_depend_on_other_requests(margins):
+    """A greedy row's rule has the same numbers alone as beside a sampled row."""
+    target, draft, _ = margins
+    options = {"drafter": ModelDraft(draft), "speculate_k": 3, "verification": KeepsHalf()}
+    engine = Engine(target, 2, 60, **options)
+    alone = rows_of(target, PROMPTS[:1], engine=engine, max_new_tokens=30)
+    samplings = [Sampling(0), Sampling(1)]
+    beside = rows_of(target, PROMPTS[:1] * 2, engine=engine, max_new_tokens=30, sampling=samplings)
+    assert beside[0] == alone[0]
+    plain = rows_of(target, PROMPTS[:1], max_new_tokens=30)
+    drafted = rows_of(draft, PROMPTS[:1], max_new_tokens=30)
+    assert alone != plain and alone != drafted
+
+
+class KeepsAllButTheUnlikely(KeepsAll):
+    def keep(self, draft_tokens, q, p, u):
+        return ~(p.gather(2, draft_tokens[..., None])[..., 0] < 1e-3)  # True where p is NaN
+
+
+def test_a_rule_keeps_nothing_behind_logits_that_are_not_numbers():
+    p = torch.full((1, 3, 5), 0.2)
+    p[:, 1:] = math.nan
+    q = torch.full((1, 2, 5), 0.2)
+    noise = (torch.full((1, 2), 0.5), torch.full((1, 3), 0.5))
+    n, token = KeepsAllButTheUnlikely().accept(torch.tensor([[1, 2]]), q, p, noise)
+    assert n.tolist() == [1] and token.tolist() == [INVALID]
+
+
 @pytest.mark.parametrize("rule", ["typical", KeepsAll, None, ["block"]])
 def test_what_is_no_rule_is_refused_in_one_line(rule):
     """A class too, whose first round would fail in a call of a method without an instance."""
