@@ -155,6 +155,7 @@ class LLM:
         for name, value in options.items():
             chosen = engine_options if name in engine_names else model_options
             chosen[name] = value
+        engine_options = EngineOptions(**engine_options)  # UserError before weights are read
         model_options = ModelOptions(checkpoint_path(os.fspath(checkpoint)), **model_options)
         device = pick_device(model_options.device)
         model, tokenizer, drafter = load_models(model_options, find_draft(draft), device)
@@ -165,7 +166,7 @@ class LLM:
             raise UserError(
                 f"max_seq_length = {length} must lie between 2 and the model's {context}"
             )
-        engine = Engine(model, batch_size, length, drafter=drafter, **engine_options)
+        engine = Engine(model, batch_size, length, engine_options, drafter)
         calibrate_auto(engine)
         self._set(engine, tokenizer)
         if not model_options.random_weights:

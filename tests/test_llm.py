@@ -687,6 +687,12 @@ def test_an_error_elsewhere_ends_a_run_that_nobody_steps():
         answer.check()
 
 
+def test_options_are_checked_before_weights_are_read(monkeypatch):
+    monkeypatch.setattr("drafts.registry.load_models", None)
+    with pytest.raises(UserError, match="speculate_k = -1 must be"):
+        LLM(DEMO, draft="ngram", speculate_k=-1)
+
+
 def test_a_run_ends_with_its_last_answer_though_others_hold_all_slots():
     llm = LLM(DEMO, batch_size=1)
     other = llm.answer(PROMPT, **GREEDY | {"max_new_tokens": 100})
