@@ -22,7 +22,6 @@ if __name__ == "__main__":
 
 import contextlib
 import itertools
-import operator
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -63,9 +62,10 @@ def decode(
     empty or does not fit into the model's context."""
     from decoding.runner import ModelRunner  # here: `import generate` loads no engine
 
-    prompt = [operator.index(id) for id in prompt]
+    prompt = list(prompt)
     stop_ids = frozenset(stop_ids)
     validation.check_request(model, prompt, max_new_tokens, sampling, seed, stop_ids)
+    prompt = [int(id) for id in prompt]
     device = model.norm.weight.device
     max_length = len(prompt) + int(max_new_tokens)
     # The caches, and the shapes of passes that round as the engine's do.

@@ -61,7 +61,7 @@ def speculate(
     engine; examples/notebook.py has one for this function. `target`: a Transformer, whose passes
     round as an engine's do, or in its place a runner with `model`, `prefill` and `slice_to` as
     ModelRunner has them, and caches of a row of len(prompt) + max_new_tokens + k positions.
-    UserError for what `decode` refuses.
+    UserError for penalties and, of a Transformer, for what `decode` refuses.
     """
     end = len(prompt) + int(max_new_tokens)
     if isinstance(target, Transformer):
@@ -70,6 +70,7 @@ def speculate(
         from decoding.runner import ModelRunner
 
         validation.check_request(target, prompt, max_new_tokens, sampling, seed, stop_ids)
+        validation.check_count("k", k, 1)
         runner = ModelRunner(target, 1, end, slack=k + 1)
     else:
         runner = target
@@ -99,7 +100,8 @@ def speculate(
 
 class Plan(NamedTuple):
     """What a step asks of a drafter: k tokens for every row, none of which has more than `length`
-    decided tokens. `requests`: an engine's (row, request) pairs."""
+    decided tokens. `requests`: (row, request) pairs of an engine's rows that draft, none while it
+    warms up."""
 
     k: int
     length: int
@@ -120,7 +122,7 @@ class Text:
     ):
         """A prompt, with room for S tokens in all."""
         self.tokens = torch.zeros(1, S, dtype=torch.int64, device=device)  # (1, S)
-        self.tokens[0, : len(prompt)] = torch.tensor(prompt)
+        self.tokens[0, : len(prompt)] = torch.as_tensor(prompt)
         self.pos = torch.tensor([len(prompt) - 1], device=device)  # (1,) of the last decided token
         self.seed = torch.tensor([seed], device=device)  # (1,)
         self.sampling = sampling

@@ -12,7 +12,6 @@ prefill.py and warmup.py hold what an engine does besides: prompts, and compilin
 """
 
 import functools
-import operator
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -139,14 +138,14 @@ class Engine:
             raise UserError(
                 "the drafter belongs to an engine that was made later: give each engine its own"
             )
-        prompt = [operator.index(id) for id in prompt]
+        prompt = list(prompt)
         stop_ids = frozenset(stop_ids)
         validation.check_lengths(self.model, [prompt], [max_new_tokens], self.max_seq_length)
         validation.check_settings(self.model, sampling, seed, stop_ids, MAX_STOP_IDS)
         validation.check_logprobs(prompt_logprobs, self.model.config.vocab_size)
         request = Request(
             self.scheduler.next_id,
-            prompt,
+            [int(id) for id in prompt],
             sampling,
             max_new_tokens,
             stop_ids,

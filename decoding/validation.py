@@ -83,7 +83,7 @@ def check_lengths(
 def unknown_id(ids: Iterable[int], vocab_size: int) -> str:
     """What is wrong with the first id that the model does not have; "" if it has all of them."""
     for id in ids:
-        if not 0 <= id < vocab_size:
+        if int(id) != id or not 0 <= id < vocab_size:
             return f"holds token id {id}, outside the vocabulary of {vocab_size}"
     return ""
 

@@ -227,6 +227,22 @@ def test_the_loops_refuse_what_they_cannot_decode(loop, prompt, options, error, 
         next(LOOPS[loop](model, prompt, **options))
 
 
+def test_what_is_no_number_of_tokens_or_no_token_id_is_refused(folder_of):
+    """An id of 5.9 is not the token 5."""
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    options = {"sampling": Sampling(0), "max_new_tokens": 1}
+    with pytest.raises(UserError, match="k = -1 must be at least 1"):
+        next(speculate(model, SimpleNamespace(propose=None), [5], k=-1, **options))
+    for loop in LOOPS.values():
+        with pytest.raises(UserError, match=r"holds token id 5\.9"):
+            next(loop(model, [5.9], **options))
+    with pytest.raises(UserError, match=r"holds token id 5\.9"):
+        Engine(model, 1, 40).add_request([5.9], **options)
+    for prompt in ([5, 9], torch.tensor([5, 9]), (5.0, 9.0)):
+        for loop in LOOPS.values():
+            assert [*loop(model, prompt, **options)] == [*decode(model, [5, 9], **options)]
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 def test_the_loops_take_whole_numbers_of_either_type(loop, folder_of):
     """As an engine does."""
