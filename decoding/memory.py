@@ -41,7 +41,7 @@ class Memory:
 
     def of(self, kind: type) -> object:
         """Figures of this kind, a drafter's own or Gains, which begin as kind()."""
-        return self.figures.setdefault(kind, kind())
+        return self.figures.get(kind) or self.figures.setdefault(kind, kind())
 
 
 class MemoryPlan(NamedTuple):

@@ -130,6 +130,17 @@ def test_rows_of_one_seed_choose_their_lengths_alone(model, kind, rule, are_alon
     assert (rounds(prompts) == alone) == are_alone
 
 
+def test_figures_are_made_once():
+    made = []
+
+    class Figures:
+        def __init__(self):
+            made.append(self)
+
+    memory = Memories().shared
+    assert memory.of(Figures) is memory.of(Figures) and len(made) == 1
+
+
 def test_who_shares(monkeypatch):
     memories = Memories()
     running = []
