@@ -11,6 +11,7 @@ speculative.py verifies what drafters propose, and decoding/engine.py asks for i
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -133,8 +134,9 @@ def propose(drafter: Drafter | None, batch: nn.Module, plan) -> Draft:
         q = torch.zeros(shape, dtype=torch.float32, device=last.device)  # (B, K, V)
         return Draft(last.expand(-1, plan.k), q)
     draft = Draft(*drafter.propose(batch, plan))
-    num_drafted = draft.tokens.size(1)
-    assert num_drafted == plan.k, f"{num_drafted} tokens were drafted instead of {plan.k}"
+    shape = (len(batch.pos), plan.k, batch.vocab_size)  # (B, K, V)
+    if draft.q.shape != shape or draft.tokens.shape != shape[:2]:
+        raise UserError(f"the drafter must give tokens (B, K) and q (B, K, V), of {shape}")
     return draft
 
 
@@ -303,12 +305,16 @@ class ParallelDraft(ModelDraft):
 
 
 class CustomDraft(Drafter):
-    """Any object with `propose(batch, plan)`, and `expect` if it has that, as a Drafter."""
+    """Any object with `propose(batch, plan)`, and those of `expect`, `auto_k`, `max_k` and
+    `max_positions` that it has, as a Drafter."""
 
     def __init__(self, drafter):
         super().__init__()
         self.propose = drafter.propose
-        self.expect = getattr(drafter, "expect", self.expect)
+        optional = ("expect", "auto_k", "max_k", "max_positions")
+        self.__dict__.update(
+            {name: getattr(drafter, name) for name in optional if hasattr(drafter, name)}
+        )
 
     def setup(self, *args) -> None:
         """It brings its own tensors."""
@@ -329,7 +335,7 @@ class LoadOptions:
 
 def read_count(value: str, what: str) -> int:
     """A whole number from 1 on, as a spec has it; UserError that names `what` it counts."""
-    if not value.isdecimal() or int(value) < 1:
+    if not re.fullmatch(r"\d{1,18}", value) or int(value) < 1:
         raise UserError(f"{value!r} is no number of {what}; it must be at least 1")
     return int(value)
 

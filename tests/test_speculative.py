@@ -571,6 +571,37 @@ class PlainObject:
         return tokens, torch.nn.functional.one_hot(tokens, V).float()
 
 
+class FourTokens(PlainObject):
+    def propose(self, batch, plan):
+        tokens, q = super().propose(batch, plan)
+        return tokens[:, :4], q[:, :4]
+
+
+class FewIds(PlainObject):
+    def propose(self, batch, plan):
+        tokens, q = super().propose(batch, plan)
+        return tokens, q[..., :-1]
+
+
+def test_an_object_of_ones_own_says_how_much_it_drafts():
+    model = pair()[0]
+    drafter = FourTokens()
+    drafter.max_k = 4
+    drafter.auto_k = (2, 4, 8)
+    drafter.max_positions = 20
+    with pytest.raises(UserError, match="speculate_k = 5: this draft has at most 4 tokens"):
+        Engine(model, 1, 40, drafter=drafter, speculate_k=5)
+    engine = Engine(model, 1, 40, drafter=drafter, speculate_k="auto")
+    assert engine.planner.ks == (2, 4) and engine.drafter.max_positions == 20
+
+
+@pytest.mark.parametrize("drafter", [FourTokens, FewIds])
+def test_a_draft_of_another_shape_is_refused(drafter):
+    model = pair()[0]
+    with pytest.raises(UserError, match=r"tokens \(B, K\) and q \(B, K, V\), of \(1, 5, 61\)"):
+        rows_of(model, PROMPTS[:1], drafter=drafter(), speculate_k=5)
+
+
 DRAFTERS = [
     "model",
     "itself",
