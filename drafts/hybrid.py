@@ -106,6 +106,7 @@ class HybridSource(DraftSource):
     def __init__(self, first: DraftSource, second: DraftSource):
         self.first = first
         self.second = second
+        self.variants = second.variants
 
     def load(self, target: Transformer, tokenizer) -> HybridDraft:
         first = self.first.load(target, tokenizer)

@@ -165,11 +165,12 @@ def check_draft(
 
 def is_folder(folder_or_spec: str | Path | Checkpoint) -> bool:
     """Is this a folder rather than a spec? The name of a spec always means the spec, even if a
-    folder of that name exists."""
+    folder of that name exists; what begins like a path never does."""
     if not isinstance(folder_or_spec, str):
         return True
     kind = folder_or_spec.partition(":")[0]
-    return kind not in SPECS and Path(folder_or_spec).exists()
+    is_path = kind.startswith((".", os.sep))
+    return kind not in SPECS and (is_path or Path(folder_or_spec).exists())
 
 
 class ReadyDrafter(DraftSource):
@@ -188,7 +189,7 @@ class FolderSource(DraftSource):
     kind: str | None = None  # by default what its config.json says
 
     def check(self, config: Config) -> None:
-        with error_prefix(self.origin.path / "config.json"):
+        with error_prefix(self.origin.config_file):
             kind = self.kind or draft_type_of(self.origin.hf)
             self.source = source_class(kind)(self.origin, config, self.options)
 

@@ -179,6 +179,14 @@ def test_an_eagle_heads_own_states_are_named(keys, is_read, target, tmp_path):
     assert best["first_acceptance"] == 1 > 2 * result["variants"][1]["first_acceptance"]
 
 
+def test_a_suffix_draft_leaves_the_variants_of_the_other(target, tmp_path):
+    spec = counting_eagle(target, tmp_path / "d")
+    settings = [name for name, _ in check_draft(spec, target.config).variants()]
+    both = check_draft(f"suffix,{spec}", target.config).variants()
+    draft_variants.check(both, K)
+    assert [name for name, _ in both] == settings
+
+
 def test_a_switch_that_is_set_has_no_variants(target, tmp_path):
     keys = {"eagle_config": {"norm_before_residual": True}, "norm_output": False}
     spec = counting_eagle(target, tmp_path / "d", **keys)

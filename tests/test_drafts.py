@@ -1036,6 +1036,10 @@ def test_tokenizers_that_share_too_little_are_refused_with_the_share(text_folder
         run_args(args)
 
 
+def find_draft_folder(path: str) -> None:
+    check_draft(registry.find_draft(path).source, None)
+
+
 def test_a_spec_stays_a_spec_beside_a_folder_of_its_name(
     target, target_folder, tmp_path, monkeypatch
 ):
@@ -1046,6 +1050,9 @@ def test_a_spec_stays_a_spec_beside_a_folder_of_its_name(
     assert isinstance(load_drafter("ngram", target, None, pack=False), NgramDraft)
     with pytest.raises(ValueError, match="expected suffix"):
         load_drafter("nowhere", target, None)
+    for load in (lambda path: load_drafter(path, target, None), find_draft_folder):
+        with pytest.raises(UserError, match=r"^nowhere: no such folder or GGUF file"):
+            load("./nowhere")
     args = parse_args(
         ["--checkpoint", str(target_folder), "--draft", str(target_folder), "--device", "cpu"]
     )

@@ -310,6 +310,11 @@ FLAGS = {  # what is wrong without a look at any weight; what the line must name
     ),
     "no positions": (["--max_seq_length", "-1"], "--max_seq_length -1 must lie between 2"),
     "one position": (["--max_seq_length", "1"], "--max_seq_length 1 must lie between 2"),
+    "more tokens to match than a number holds": (
+        ["--draft", f"suffix:{5000 * '9'}"],
+        "is no number of tokens to match",
+    ),
+    "a misspelt folder": (["--draft", "./modle"], "a folder belongs to --draft_checkpoint"),
     "tokens to match in another script": (
         ["--draft", "suffix:\u00b2"],
         "'\u00b2' is no number of tokens to match",

@@ -7,6 +7,7 @@ transformers' own MtpModel must agree where it reads the family. The opposite or
 and a state one position off must not.
 """
 
+import dataclasses
 import json
 import math
 import shutil
@@ -324,6 +325,8 @@ def test_a_gguf_file_has_the_same_head(own_norm, folder_of, tmp_path):
 
     file = write(tmp_path / "m.gguf", "glm-4.5", keys=keys)
     target = load_model(file, dtype=torch.float32)
+    with pytest.raises(ValueError, match=rf"mtp:{file}: {file}: config.json: hidden_size = 64 is"):
+        check_draft(f"mtp:{file}", dataclasses.replace(target.config, dim=32))
     got = load_draft_model(f"mtp:{file}", target)
     want = dict(load_draft_model(f"mtp:{folder}", target).named_parameters())
     assert ("norm.weight" in dict(got.named_parameters())) == own_norm
