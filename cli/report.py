@@ -60,7 +60,7 @@ def position_bytes(model: Transformer, cache_type: type[KVCache] = KVCache) -> C
     this window}."""
     _, kv_heads = model.layers[0].attention.heads()
     size = cache_type.position_bytes(kv_heads, model.config.head_dim, model.norm.weight.dtype)
-    layers_by_window = Counter(model.windows)
+    layers_by_window = Counter(getattr(model, "read_windows", model.windows))
     return Counter({window: layers * size for window, layers in layers_by_window.items()})
 
 

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from decoding.errors import UserError
 from drafts.base import DraftSource, ModelDraft, read_count
-from model import AttentionMask, Config, Transformer, visible_keys
+from model import AttentionMask, Config, Transformer, attention_mask, visible_keys
 from weights.formats import format_of
 from weights.walker import quantized_copy
 
-WINDOW_KEYS = "keys for window:N"  # what a spec counts
 NUM_SINKS = 4  # keys at a text's beginning, which attention needs even if it uses them little
 
 
@@ -42,25 +41,33 @@ def layer_subset(model: Transformer, layer_ids: Sequence[int]) -> Transformer:
 class WindowedTarget(Transformer):
     """A model's own modules with attention to NUM_SINKS keys at the text's beginning and to the
     last `window` ones, as in StreamingLLM (arXiv:2309.17453). It reads less of a long cache, and
-    the same weights."""
+    the same weights. A layer with a window of its own sees no key beyond that."""
 
     def __init__(self, model: Transformer, window: int):
         nn.Module.__init__(self)
         self.__dict__.update(model.__dict__)
         self._modules = dict(model._modules)
-        self.windows = tuple(window if own is None else min(own, window) for own in model.windows)
+        self.window = window
+        self.read_windows = [min(own or window, window) for own in self.windows]  # for reports
 
-    @staticmethod
-    def visible_keys(pos: Tensor, key_pos: Tensor, window: int, key_block: int) -> AttentionMask:
-        """As model.visible_keys, and the first NUM_SINKS keys, which precede the gathered ones."""
+    def visible_keys(
+        self,
+        pos: Tensor,
+        key_pos: Tensor,
+        own: int | None,
+        key_block: int,
+    ) -> AttentionMask:
+        """Of the keys that a layer with a window of its `own` sees, the last ones and the first
+        NUM_SINKS, which precede the gathered ones."""
+        window = min(own or self.window, self.window)
         keys = visible_keys(pos, key_pos, window, key_block)
-        query_pos = pos[:, None, :, None]  # (B, 1, T, 1)
         if keys.index is None:
-            key_pos = key_pos.view(-1, 1, 1, key_pos.size(-1))  # (1 or B, 1, 1, S)
-            is_sink = (key_pos < NUM_SINKS) & (key_pos <= query_pos)
+            is_first = key_pos.view(-1, 1, 1, key_pos.size(-1)) < NUM_SINKS  # (1 or B, 1, 1, S)
+            is_sink = is_first & attention_mask(pos, key_pos, own)
             return keys._replace(mask=keys.mask | is_sink)
         sinks = torch.arange(NUM_SINKS, device=pos.device)
-        is_before = query_pos - sinks >= window  # (B, 1, T, NUM_SINKS): not among the last ones
+        is_last = attention_mask(pos, sinks, window)  # (B, 1, T, NUM_SINKS)
+        is_before = attention_mask(pos, sinks, own) & ~is_last
         mask = torch.cat((is_before, keys.mask), dim=-1)
         index = torch.cat((sinks.expand(len(pos), -1), keys.index), dim=1)
         return AttentionMask(mask, index)
@@ -72,18 +79,21 @@ def check_layers(layer_ids: Sequence[int], n_layers: int) -> None:
         raise UserError(f"layers {list(layer_ids)} must be some of 0 to {n_layers - 1}, in order")
 
 
-def parse_layers(text: str) -> list[int]:
-    """ "0-7,24-31" -> the layers in these ranges, both ends included. UserError for anything
-    else."""
+def parse_layers(text: str, n_layers: int) -> list[int]:
+    """ "0-7,24-31" -> the layers in these ranges, both ends included, of n_layers. UserError for
+    anything else."""
     layers = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
         layer_range = range(0)
         if match:
             first, last = match.groups()
             layer_range = range(int(first), int(last or first) + 1)
-        if not layer_range:
-            raise UserError(f"{part!r} is no layer or range of layers; give ranges like 0-7,24-31")
+        if not layer_range or layer_range[-1] >= n_layers:
+            raise UserError(
+                f"{part!r} is no layer or range of layers of 0 to {n_layers - 1}; give ranges like"
+                f" 0-7,24-31"
+            )
         layers += layer_range
     return layers
 
@@ -92,18 +102,27 @@ class LayersSource(DraftSource):
     """`--draft layers:0-7,24-31`: the target with some of its layers, on the target's caches."""
 
     def check(self, config: Config) -> None:
-        self.layers = parse_layers(self.origin)
+        self.layers = parse_layers(self.origin, config.n_layers)
         check_layers(self.layers, config.n_layers)
 
     def load(self, target: Transformer, tokenizer) -> ModelDraft:
         return ModelDraft(layer_subset(target, self.layers), self.layers)
 
 
+def read_window(value: str, config: Config) -> int:
+    """The N of window:N. UserError where all layers of a target of this Config have windows that
+    are as short."""
+    window = read_count(value, "keys for window:N")
+    if all(own and own <= window for own in config.windows or [None]):
+        raise UserError(f"{window} keys shorten nothing: each layer's own window is as short")
+    return window
+
+
 class WindowSource(DraftSource):
     """`--draft window:N`: the target on its first keys and its last N, on the target's caches."""
 
     def check(self, config: Config) -> None:
-        self.window = read_count(self.origin, WINDOW_KEYS)
+        self.window = read_window(self.origin, config)
 
     def load(self, target: Transformer, tokenizer) -> ModelDraft:
         return on_all_layers(WindowedTarget(target, self.window))
@@ -116,7 +135,7 @@ class QuantizedSource(DraftSource):
     def check(self, config: Config) -> None:
         self.scheme, separator, window = self.origin.partition(",window:")
         format_of(self.scheme)
-        self.window = read_count(window, WINDOW_KEYS) if separator else None
+        self.window = read_window(window, config) if separator else None
 
     def load(self, target: Transformer, tokenizer) -> ModelDraft:
         draft = quantized_copy(target, self.scheme)

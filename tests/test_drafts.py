@@ -26,7 +26,7 @@ import drafts.pard as pard
 import drafts.registry as registry
 from cli.flags import parse_args
 from cli.main import main as run_args
-from cli.report import outgrown
+from cli.report import attended_bytes, outgrown, position_bytes
 from decoding.engine import Engine
 from decoding.errors import UserError
 from decoding.planner import Step
@@ -1060,18 +1060,38 @@ def test_a_spec_stays_a_spec_beside_a_folder_of_its_name(
         run_args(args)
 
 
+@pytest.mark.parametrize("own", [None, 5, 9, 12, 30])
 @pytest.mark.parametrize("key_block", [1, 8])
 @pytest.mark.parametrize("num_queries", [1, 3])
-def test_a_window_shows_the_first_keys_and_the_last(num_queries, key_block):
-    """Each of them once, from the text's beginning to far behind the window."""
+def test_a_window_shows_the_first_keys_and_the_last(num_queries, key_block, own):
+    """Each of them once, from the text's beginning to far behind the window, and none that a
+    layer's own window hides."""
     window, S = 9, 64
+    model = tiny(0, 14, **BASE, windows=(None, own, None, 9))
+    windowed = WindowedTarget(model, window)
+    reach = own or S
     for first in (*range(20), 40, S - num_queries):
         pos = torch.arange(first, first + num_queries)[None]  # (1, T)
-        keys = WindowedTarget.visible_keys(pos, torch.arange(S), window, key_block)
+        keys = windowed.visible_keys(pos, torch.arange(S), own, key_block)
         index = torch.arange(S) if keys.index is None else keys.index[0]
         for query, mask in zip(pos[0].tolist(), keys.mask[0, 0], strict=True):
-            wanted = [key for key in range(query + 1) if key < NUM_SINKS or query - key < window]
+            seen = range(max(0, query - reach + 1), query + 1)
+            wanted = [key for key in seen if key < NUM_SINKS or query - key < window]
             assert sorted(index[mask].tolist()) == wanted
+    per_layer = position_bytes(model)[9] // model.windows.count(9)
+    shortened = min(own or window, window)
+    assert attended_bytes(position_bytes(windowed), S) == (3 * window + shortened) * per_layer
+
+
+@pytest.mark.parametrize("spec", ["window:{}", "quantized:int8,window:{}"])
+def test_a_window_that_shortens_no_layer_is_refused(spec, target):
+    sliding = dataclasses.replace(target.config, windows=(5, 9, 9))
+    mixed = dataclasses.replace(target.config, windows=(5, None, 9))
+    check_draft(spec.format(8), sliding)
+    check_draft(spec.format(9), mixed)
+    check_draft(spec.format(9), target.config)
+    with pytest.raises(UserError, match="9 keys shorten nothing"):
+        check_draft(spec.format(9), sliding)
 
 
 def test_a_windowed_model_gives_the_same_logits_in_one_pass_and_step_by_step():

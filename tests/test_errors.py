@@ -300,7 +300,7 @@ FLAGS = {  # what is wrong without a look at any weight; what the line must name
     ),
     "layers of a draft": (
         ["--draft", "layers:0-7"],
-        "--draft layers:0-7: layers [0, 1, 2, 3, 4, 5, 6, 7] must be",
+        "--draft layers:0-7: '0-7' is no layer or range of layers of 0 to",
     ),
     "folder of a draft": (["--draft_checkpoint", "nowhere"], "nowhere: no such folder"),
     "new tokens": (["--max_new_tokens", "0"], "--max_new_tokens 0 must be at least 1"),

@@ -92,7 +92,7 @@ def set_sizes_of_layers(args, config: Config) -> None:
         raise UserError(
             "--from_layers: layers of experts make no quick draft; give --layers and --dim"
         )
-    args.from_layers = parse_layers(args.from_layers)
+    args.from_layers = parse_layers(args.from_layers, config.n_layers)
     sizes = (args.layers, args.dim, args.heads, args.kv_heads, args.ffn)
     if any(sizes) or args.project:
         raise UserError(
