@@ -33,7 +33,14 @@ from torch import Tensor, nn
 
 from drafts.base import ParallelDraft
 from drafts.hidden_states import HiddenStateDraft, HiddenStateModel, HiddenStateSource
-from drafts.published import STATES_KEY, check_target, layer_config, neighbours, read_state_ids
+from drafts.published import (
+    STATES_KEY,
+    check_target,
+    inner_section,
+    layer_config,
+    neighbours,
+    read_state_ids,
+)
 from drafts.vocabulary import read_token_id
 from loading.config import Section
 from model import Caches, Config, Linear, RMSNorm, apply_rope_partly
@@ -244,9 +251,8 @@ def state_ids_of(hf: Section, is_speculators: bool, options: Section, L: int) ->
 def speculators_layer(hf: Section) -> Section:
     """The object transformer_layer_config of speculators' layout. UserError for a model of another
     type, and for other speculators than the plain one."""
-    layer = Section({"model_type": "qwen3"})
-    layer |= hf.get("transformer_layer_config") or {}
-    layer.prefix = "transformer_layer_config."
+    layer = inner_section(hf, "transformer_layer_config")
+    layer["model_type"] = layer.get("model_type") or "qwen3"
     for section, key, supported in (
         (layer, "model_type", "qwen3"),
         (hf, "projector_type", "dflash"),
@@ -260,16 +266,12 @@ def speculators_layer(hf: Section) -> Section:
 def zlab_options(hf: Section) -> Section:
     """The object dflash_config of z-lab's layout. UserError for a model of another type, and for
     keys of other layouts."""
-    if not isinstance(hf["dflash_config"], dict):
-        raise hf.refused("dflash_config", "must be an object, as in github.com/z-lab/dflash")
-    options = Section(hf["dflash_config"])
-    options.prefix = "dflash_config."
+    options = inner_section(hf, "dflash_config")
     if hf.get("model_type") != "qwen3":
-        supported = "supported: 'qwen3'"
-        raise hf.refused("model_type", f"is not supported as a DFlash draft; {supported}")
+        raise hf.refused("model_type", "is not supported as a DFlash draft; supported: 'qwen3'")
     for section, keys in ((hf, OTHER_LAYOUTS), (options, options.keys() - OPTIONS)):
         for key in keys:
             if section.get(key):
-                supported = "the layout of github.com/z-lab/dflash is"
-                raise section.refused(key, f"is not supported; {supported}")
+                reason = "is not supported; the layout of github.com/z-lab/dflash is"
+                raise section.refused(key, reason)
     return options

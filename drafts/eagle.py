@@ -21,7 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from drafts.hidden_states import HiddenStateSource, PairDraft, PairModel
-from drafts.published import STATES_KEY, check_target, layer_config, neighbours, read_state_ids
+from drafts.published import (
+    STATES_KEY,
+    check_target,
+    inner_section,
+    layer_config,
+    neighbours,
+    read_state_ids,
+)
 from loading.checkpoint import Checkpoint
 from loading.config import Section
 from model import Caches, Config, Linear, RMSNorm
@@ -115,13 +122,16 @@ class EagleSource(HiddenStateSource):
     def check(self, config: Config) -> None:
         hf = self.origin.hf
         self.eagle = eagle_of(hf, config)
-        self.layer = layer_config(Section(self.eagle.layer), Section(hf))
+        layer = Section(self.eagle.layer)
+        self.layer = layer_config(layer, Section(hf))
+        if not {"embed_tokens.weight", "lm_head.weight"} <= self.origin.tensors.keys():
+            check_target(layer, {"hidden_size": config.dim})  # which lends what is missing
 
     def choices(self) -> dict[str, list]:
         L = self.target_config.n_layers
         state_ids = neighbours(self.eagle.state_ids, L)
         default = default_state_ids(L)
-        if len(default) == len(state_ids[0]) and default not in state_ids:
+        if L >= 3 and len(default) == len(state_ids[0]) and default not in state_ids:
             state_ids.append(default)
         settings = settings_of(self.origin.hf)
         silent = [key for key in OPEN_SWITCHES if settings.get(key) is None]
@@ -135,14 +145,15 @@ def eagle_of(hf: dict, target: Config) -> Eagle:
     """The draft's settings, for a target of this Config. UserError names the unsupported key and
     value."""
     hf = Section(hf)
-    layer = Section(hf)
-    if hf.get("transformer_layer_config"):
-        layer = Section(hf["transformer_layer_config"])
-        layer.prefix = "transformer_layer_config."
+    layer = inner_section(hf, "transformer_layer_config") or Section(hf)
     layer["tie_word_embeddings"] = False  # the draft's head is stored
-    if layer.setdefault("model_type", "llama") not in ("llama", "qwen3"):
-        supported = "supported: 'llama', 'qwen3'"
-        raise layer.refused("model_type", f"is not supported as an EAGLE-3 draft; {supported}")
+    layer["model_type"] = layer.get("model_type") or "llama"
+    if layer["model_type"] not in ("llama", "qwen3"):
+        raise layer.refused(
+            "model_type", "is not supported as an EAGLE-3 draft; supported: 'llama', 'qwen3'"
+        )
+    if layer.size("num_hidden_layers") != 1:
+        raise layer.refused("num_hidden_layers", "is not supported; an EAGLE-3 draft has 1 layer")
     check_target(hf, {"target_hidden_size": target.dim})
     vocab_size = hf.size("draft_vocab_size", layer.size("vocab_size"))
     settings = settings_of(hf)
@@ -155,13 +166,13 @@ def eagle_of(hf: dict, target: Config) -> Eagle:
 
 def settings_of(hf: dict) -> Section:
     """The keys of config.json. ModelOpt writes those of the draft into eagle_config."""
-    settings = Section(hf.get("eagle_config") or {})
+    settings = Section(inner_section(Section(hf), "eagle_config"))
     settings |= {key: value for key, value in hf.items() if value is not None}
     return settings
 
 
 def default_state_ids(L: int) -> list[int]:
-    """Those of a draft for a target of L layers whose config.json names none."""
+    """Those of a draft for a target of L >= 3 layers whose config.json names none."""
     return [2, L // 2, L - 3]
 
 
@@ -178,10 +189,9 @@ def state_ids_of(settings: Section, target: Config) -> tuple[tuple[int, ...], st
         return read_state_ids(settings, STATES_KEY, L), ""
     if settings.get("target_layer_ids"):
         return read_state_ids(settings, "target_layer_ids", L, are_outputs=True), ""
-    keys = [key for key in OUTER_KEYS if settings.get(key)]
-    if not keys:
+    key = next((key for key in OUTER_KEYS if settings.get(key)), STATES_KEY)
+    if key == STATES_KEY and L >= 3:
         return tuple(default_state_ids(L)), "its config.json names no layers of the target"
-    key = keys[0]
     state_ids = read_state_ids(settings, key, L)
     if state_ids[0] != 1:
         return state_ids, ""

@@ -214,14 +214,16 @@ def head_of(checkpoint: Checkpoint, config: Config) -> tuple[Mtp, Config]:
     for key in COUNTS:
         if hf.count(key) > 1:
             raise hf.refused(key, "declares several MTP heads in a row; supported: 1")
-    if hf["model_type"] != config.family:
+    if hf.get("model_type") != config.family:
         raise hf.refused("model_type", f"is of another target: this one is {config.family!r}")
-    sizes = {
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.n_layers,
-        "vocab_size": config.vocab_size,
-    }
-    check_target(hf, sizes)
+    check_target(
+        hf,
+        {
+            "hidden_size": config.dim,
+            "num_hidden_layers": config.n_layers,
+            "vocab_size": config.vocab_size,
+        },
+    )
     mtp = mtp_of(config)
     prefix = mtp.prefix.format(config.n_layers)
     if checkpoint.is_gguf:
@@ -256,7 +258,8 @@ def head_config(hf: Section, config: Config, mtp: Mtp) -> Config:
     window = None
     rope_type = family.full_rope_type
     if entry("mtp_layer_types", mtp.layer_type, LAYER_TYPES) == "sliding_attention":
-        window = entry("mtp_sliding_windows", None) or hf.size("sliding_window")
+        key = "mtp_sliding_windows"
+        window = Section({key: entry(key, None)}).count(key) or hf.size("sliding_window")
         rope_type = family.sliding_rope_type
     mlp_type = entry("mtp_mlp_layer_types", mtp.mlp_type, MLP_TYPES)
     return replace(

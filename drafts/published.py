@@ -1,6 +1,7 @@
 """config.json and tensors of published drafts that read the target's hidden states.
 
     layer_config        the Config of a draft's layers
+    inner_section       an object of config.json inside another one
     check_target        refuses a draft for another target
     read_state_ids      the states that a list of layers names;  neighbours  other readings of it
     check_target_ids    refuses tokens that stand for no id of the target's, or two for one
@@ -40,6 +41,16 @@ def layer_config(layer: Section, outer: Section) -> Config:
     ]
     config = config_from_hf({key: value for key, value in layer.items() if key not in NEOX_KEYS})
     return replace(config, rope_interleaved=not all(is_neox))
+
+
+def inner_section(outer: Section, key: str) -> Section:
+    """The object of this key, empty where it is absent. UserError for anything else."""
+    value = outer.get(key) or {}
+    if not isinstance(value, dict):
+        raise outer.refused(key, "must be an object")
+    section = Section(value)
+    section.prefix = f"{key}."
+    return section
 
 
 def check_target(section: Section, sizes: dict[str, int]) -> None:

@@ -32,7 +32,7 @@ from cli.main import main as run_args
 from decoding.draft_length import DraftLength
 from decoding.engine import Engine
 from decoding.sampling import Sampling
-from drafts.dflash import DFlashDraft, DFlashModel
+from drafts.dflash import DFlashDraft, DFlashModel, dflash_of
 from drafts.registry import check_draft, load_drafter
 from loading.checkpoint import load_model
 from loading.draft_types import draft_type_of
@@ -344,6 +344,7 @@ def test_speculators_layout_is_its_twin(draft_vocab, anchor, target, target_fold
             "transformer_layer_config.model_type = 'llama' is not supported; supported: 'qwen3'",
         ),
         ({"speculators_model_type": "dspark"}, "speculators_model_type = 'dspark' makes it"),
+        ({"transformer_layer_config": "x"}, "transformer_layer_config = 'x' must be an object"),
     ],
 )
 def test_what_speculators_config_cannot_mean_is_refused(change, message, target, tmp_path):
@@ -353,6 +354,12 @@ def test_what_speculators_config_cannot_mean_is_refused(change, message, target,
 
 
 @pytest.mark.attack
+def test_a_model_type_may_be_null(target):
+    layer = SPECULATORS["transformer_layer_config"]
+    hf = SPECULATORS | {"transformer_layer_config": layer | {"model_type": None}}
+    assert dflash_of(hf, target.config) == dflash_of(SPECULATORS, target.config)
+
+
 def test_blocks_at_the_end_of_the_context(target, target_folder, tmp_path):
     """A block reaches beyond the last position of its engine, and beside it stands a row that has
     ended."""

@@ -839,8 +839,10 @@ def test_ranks_compare_a_folder_before_they_load_it(prefix, target, tmp_path, mo
         ({"norm_before_residual": "yes"}, "norm_before_residual = 'yes'"),
         (
             {"transformer_layer_config": {**LAYER, "num_hidden_layers": 2}},
-            "missing: layers.1.input_layernorm.weight",
+            "transformer_layer_config.num_hidden_layers = 2 is not supported",
         ),
+        ({"transformer_layer_config": "x"}, "transformer_layer_config = 'x' must be an object"),
+        ({"eagle_config": "x"}, "eagle_config = 'x' must be an object"),
         (
             {"transformer_layer_config": {**LAYER, "model_type": "gpt2"}},
             "transformer_layer_config.model_type",
@@ -854,6 +856,34 @@ def test_what_an_eagle_folder_cannot_mean_is_refused(change, named, target, tmp_
     with pytest.raises(ValueError, match=named) as error:
         load_draft_model(folder, target)
     assert str(folder) in str(error.value)
+
+
+@pytest.mark.parametrize("lacking", ["embed_tokens.weight", "lm_head.weight"])
+def test_a_draft_of_another_size_cannot_borrow(lacking, target, tmp_path):
+    tensors = eagle_tensors("midlayer", 3 * D, D=32, own_embed=V)
+    hf = SAFEAI | {"hidden_size": 32, "target_hidden_size": D}
+    check_draft(written(tmp_path / "whole", hf, tensors), target.config)
+    del tensors[lacking]
+    folder = written(tmp_path / "eagle", hf, tensors)
+    with pytest.raises(UserError, match="hidden_size = 32 is of another target: this one has 64"):
+        check_draft(folder, target.config)
+
+
+def test_an_eagles_model_type_may_be_null(target):
+    hf = SPECULATORS | {"transformer_layer_config": {**LAYER, "model_type": None}}
+    assert eagle_of(hf, target.config) == eagle_of(SPECULATORS | {"x": 1}, target.config)._replace(
+        layer={**LAYER, "tie_word_embeddings": False}
+    )
+
+
+@pytest.mark.parametrize("L", [1, 2])
+def test_a_target_of_few_layers_has_no_usual_states(L, target, tmp_path):
+    config = dataclasses.replace(target.config, n_layers=L)
+    with pytest.raises(UserError, match=f"target_hidden_states = None must be .* 0 to {L}"):
+        eagle_of(SAFEAI, config)
+    hf = SAFEAI | {"target_hidden_states": [0, 1, 1]}
+    variants = check_draft(written(tmp_path / "eagle", hf, {}), config).variants()
+    assert all(min(source.eagle.state_ids) >= 0 for _, source in variants)
 
 
 def test_tensors_that_do_not_fit_are_refused_by_name(target, tmp_path):

@@ -104,6 +104,9 @@ def head_tensors(published: Published, tensors: dict, seed: int = 5) -> dict[str
     return {name: x for name, x in head.items() if name not in tensors}  # ERNIE's last norm
 
 
+MISSING = object()  # the value of a key that a config.json does not have
+
+
 def head_folder(kind: str, source, folder, **keys):
     """The folder of a target and its head, with copies of the embedding and the head that are not
     to be read."""
@@ -116,6 +119,7 @@ def head_folder(kind: str, source, folder, **keys):
             tensors[f"{published.layer}{name}.weight"] = rubbish.clone()
     folder.mkdir(parents=True)
     hf = config_json(source) | {"num_nextn_predict_layers": 1, **published.keys, **keys}
+    hf = {key: value for key, value in hf.items() if value is not MISSING}
     (folder / "config.json").write_text(json.dumps(hf))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -356,6 +360,9 @@ def test_a_gguf_file_has_the_same_head(own_norm, folder_of, tmp_path):
         ),
         ("glm4_moe", {"hidden_size": 32}, "hidden_size = 32 is of another target: this one has 64"),
         ("glm4_moe", {"model_type": "hy_v3"}, "model_type = 'hy_v3' is of another target"),
+        ("glm4_moe", {"model_type": MISSING}, "model_type = None is of another target"),
+        ("mellum", {"mtp_sliding_windows": ["4096"]}, "mtp_sliding_windows = '4096' must be a pos"),
+        ("mellum", {"mtp_sliding_windows": [2.5]}, "mtp_sliding_windows = 2.5 must be a whole"),
     ],
 )
 def test_what_a_head_cannot_mean_is_refused(kind, keys, named, folder_of, tmp_path):
