@@ -353,13 +353,13 @@ def test_what_speculators_config_cannot_mean_is_refused(change, message, target,
         check_draft(folder, target.config)
 
 
-@pytest.mark.attack
 def test_a_model_type_may_be_null(target):
     layer = SPECULATORS["transformer_layer_config"]
     hf = SPECULATORS | {"transformer_layer_config": layer | {"model_type": None}}
     assert dflash_of(hf, target.config) == dflash_of(SPECULATORS, target.config)
 
 
+@pytest.mark.attack
 def test_blocks_at_the_end_of_the_context(target, target_folder, tmp_path):
     """A block reaches beyond the last position of its engine, and beside it stands a row that has
     ended."""
@@ -412,7 +412,7 @@ def test_a_broken_dflash_is_caught(broken, target, target_folder, tmp_path, monk
         monkeypatch.setattr(
             DFlashDraft,
             "setup",
-            lambda self, *a: (setup(self, *a), vars(self).update(window=2)),
+            lambda self, *a: (setup(self, *a), vars(self).update(num_first_inputs=2)),
         )
     assert distance(target, drafter, DFlashTwin(right, target_folder), right)[0] > 1e-3
 
