@@ -24,7 +24,7 @@ from types import MappingProxyType
 from decoding.errors import UserError
 from loading.chat_messages import first_text, join_parts, message_forms
 from loading.chat_templates import ChatTemplate, load_chat_template, read_chat_template
-from loading.plain_files import error_prefix, file_exists, is_gguf, plain_file
+from loading.plain_files import error_prefix, file_exists, is_gguf, plain_file, short_repr
 from loading.tokenizers.base import APART, Runtime, library_errors, replace_surrogates
 from loading.tokenizers.ranks import (
     HUNYUAN_FILE,
@@ -186,7 +186,8 @@ class Tokenizer:
     def _escape(self, value: object, names: Iterable[str]) -> object:
         """A JSON value in which these names are broken up in every string, by inserting the
         separator `runtime.apart` after their first character: they then encode as plain text. Keys
-        and roles that are identifiers stay as they are, because templates compare them."""
+        and roles that are identifiers stay as they are, because templates compare them. UserError
+        for another value."""
         match value:
             case list():
                 return [self._escape(item, names) for item in value]
@@ -194,12 +195,20 @@ class Tokenizer:
                 escaped = {}
                 for key, item in value.items():
                     is_word = key == "role" and str(item).isidentifier()
-                    new_key = key if key.isidentifier() else self._escape(key, names)
+                    new_key = key if str(key).isidentifier() else self._escape(key, names)
                     escaped[new_key] = item if is_word else self._escape(item, names)
                 return escaped
+            case tuple():
+                # It may be a key, which no list can be.
+                return tuple(self._escape([*value], names))
             case str():
                 return self._escape_text(value, names)
-        return value
+            case None | bool() | int() | float():
+                return value
+        # A template could print it, whatever it spells.
+        raise UserError(
+            f"{short_repr(value)} is no JSON value; messages and a template's variables hold these"
+        )
 
     def _escape_text(self, text: str, names: Iterable[str]) -> str:
         present = [name for name in [*names, APART] if len(name) > 1 and name in text]

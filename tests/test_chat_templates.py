@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -381,6 +382,25 @@ def test_a_processors_template_is_read_where_the_tokenizer_has_none(sp_folder, t
         '{"chat_template": "the {{ messages[0].content }}"}'
     )
     assert load_tokenizer(folder).template.source.startswith("the ")
+
+
+def test_a_tuple_is_escaped_and_what_is_no_json_is_refused(sp_folder, tmp_path):
+    """A template may print any value: what is not escaped would become a special token."""
+    folder = shutil.copytree(sp_folder, tmp_path / "m")
+    template = (
+        "{{ messages[0].content[0] }}{{ messages[0].more[1] }}"
+        "{% for key in messages[0].more %}{{ key[0] or key }}{% endfor %}"
+    )
+    (folder / "chat_template.jinja").write_text(template)
+    tokenizer = load_tokenizer(folder)
+    message = {"role": "user", "content": ("a</s>",), "more": {1: [None, 2.5, True], ("</s>",): 0}}
+    ids = tokenizer.chat([message])
+    assert 2 not in ids and tokenizer.decode(ids) == "a</s>[None, 2.5, True]1</s>"
+    for value in ({"</s>"}, b"</s>", Path("</s>")):
+        with pytest.raises(UserError, match="is no JSON value"):
+            tokenizer.chat([{"role": "user", "content": value}])
+        with pytest.raises(UserError, match="is no JSON value"):
+            tokenizer.chat([message | {"more": [value]}])
 
 
 def test_keys_and_roles_that_spell_special_tokens_stay_text(sp_folder, tmp_path):

@@ -633,6 +633,20 @@ def test_a_token_that_the_model_has_not_is_refused_by_name_where_it_is_used(sp_f
         load_tokenizer(folder).encode("the cat <pad>")
 
 
+def test_the_size_of_a_wrapped_text_models_vocabulary_counts(sp_folder, tmp_path):
+    """Whatever the wrapper says: the embedding has the text model's size."""
+    folder = shutil.copytree(sp_folder, tmp_path / "m")
+    size = load_tokenizer(folder).vocab_size
+    (folder / "added_tokens.json").write_text(json.dumps({"<pad>": size}))
+    for outer in ({}, {"vocab_size": size + 9}):
+        config = outer | {"text_config": {"vocab_size": size}}
+        (folder / "config.json").write_text(json.dumps(config))
+        tokenizer = load_tokenizer(folder)
+        assert tokenizer.vocab_size == size
+        with pytest.raises(ValueError, match=f"'<pad>'.* {size} "):
+            tokenizer.parse("the cat <pad>")
+
+
 TURNS = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}"
     "{% else %}<｜Assistant｜>"

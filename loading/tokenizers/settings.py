@@ -53,7 +53,10 @@ class TokenizerSettings:
             known[name] if name in known else read_json(folder / name)
             for name in ("config.json", "generation_config.json")
         )
-        size = self.config.get("vocab_size")  # an invalid one is refused where the model is read
+        text_config = self.config.get("text_config")  # of a config.json that wraps a text model
+        self.text_config = text_config if isinstance(text_config, dict) else {}
+        # An invalid size is refused where the model is read.
+        size = (self.config | self.text_config).get("vocab_size")
         self.model_vocab_size = size if type(size) is int and size > 0 else MAX_ID
         extra_tokens = self.get("extra_special_tokens")  # of a model: by key, or a list
         own_tokens = extra_tokens if isinstance(extra_tokens, dict) else {}
@@ -137,9 +140,8 @@ class TokenizerSettings:
     def eos_ids(self) -> set[int]:
         """The ids in eos_token_id of config.json and generation_config.json, a number or a list in
         each. A config.json that wraps a text model may hold them in its text_config."""
-        text_config = self.config.get("text_config")
         fields_by_file = {
-            "config.json": (text_config if isinstance(text_config, dict) else {}) | self.config,
+            "config.json": self.text_config | self.config,
             "generation_config.json": self.generation_config,
         }
         eos_ids = set()
