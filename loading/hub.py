@@ -18,6 +18,7 @@ PATH_HELP = (
 )
 NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([^:\s]+))?(?::([\w.-]+))?")
 PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "hf_quant_config.json"]
+VISION = "mmproj"  # in the names of GGUF files with a vision encoder
 DUPLICATES = ["*/*.safetensors*", "consolidated*"]  # some repositories hold the weights twice
 
 
@@ -50,8 +51,18 @@ def download(repo: str, revision: str | None = None, gguf_type: str | None = Non
         )
         return Path(folder)
     patterns = [f"*[-.]{gguf_type}.gguf", f"*[-.]{gguf_type}-?????-of-?????.gguf"]
-    folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
-    files = [file for pattern in patterns for file in sorted(folder.rglob(pattern))]
+    folder = Path(
+        snapshot_download(
+            repo, revision=revision, allow_patterns=patterns, ignore_patterns=[f"*{VISION}*"]
+        )
+    )
+    # Another program may have fetched a vision encoder before.
+    files = [
+        file
+        for pattern in patterns
+        for file in sorted(folder.rglob(pattern))
+        if VISION not in file.name
+    ]
     models = {re.sub(r"-\d{5}-of-\d{5}", "", file.name) for file in files}
     if len(models) != 1:
         matches = ", ".join(sorted(models)) or "none; the model's page on the hub lists its files"

@@ -265,6 +265,7 @@ def test_a_type_is_one_model(hub, tmp_path):
         *(f"m-{type}.gguf" for type in types),
         "n-Q4_0_4_4.gguf",
         *parts,
+        "mmproj-model-F16.gguf",  # a vision encoder
     ]
     hub.repos["tiny/types"] = {name: name.encode() for name in files}
     expected = {
@@ -286,6 +287,8 @@ def test_a_type_is_one_model(hub, tmp_path):
         tmp_path,
         *(f"tiny/types:{type}" for type in ("Q4_K", "F32", "Q5_0", "K_M", "Q4_0_4_4")),
     )
+    fetched_before = Path(lines[0]).with_name("mmproj-model-F16.gguf")
+    fetched_before.touch()
     assert paths(None, tmp_path, *names) == lines
     for line, type in zip(wrong[:4], ("Q4_K", "F32", "Q5_0", "K_M"), strict=True):
         assert f"one GGUF file of type {type} is needed; found none" in line
