@@ -18,6 +18,7 @@ from cli.opening import open_llm
 from loading.checkpoint import load_model
 from loading.target import Target
 from tp import ALONE
+from weights.linears import QuantizedLinear
 from weights.walker import pack_model, quantized_linears
 
 CPU = torch.device("cpu")
@@ -90,6 +91,16 @@ def test_weights_count_as_the_processor_holds_them(scheme, dtype):
     else:
         expanded = sum(linear.expanded_bytes for linear in linears)
         assert counted == stored + expanded > stored
+
+
+@pytest.mark.parametrize("inputs", [96, 100])
+def test_int8_counts_as_held_where_no_kernel_reads_it(inputs):
+    """aten's kernel takes a multiple of 16 inputs alone."""
+    linear = torch.nn.Linear(inputs, 64, bias=False, dtype=torch.bfloat16)
+    quantized = QuantizedLinear.from_float(linear, "int8")
+    counted = quantized.held_bytes("cpu")
+    quantized.pack()
+    assert counted == quantized.stored_bytes + quantized.expanded_bytes
 
 
 def test_an_eagle_draft_counts_with_its_file(tmp_path):

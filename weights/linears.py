@@ -283,7 +283,11 @@ class Int8Linear(QuantizedLinear):
     65,504, so with float16 activations the codes are scaled in float32 before the product.
     """
 
-    reads_codes_on_cpu = True
+    @property
+    def reads_codes_on_cpu(self) -> bool:
+        """aten's kernel reads full lanes of inputs. The digits of large weights take any number,
+        but on a processor that has no kernel for them."""
+        return self.in_features % KERNEL_LANES == 0 or self.codes.nbytes >= cpu.LARGE_BYTES
 
     def prepack(self):
         on_cpu = self.codes.device.type == "cpu"
