@@ -146,14 +146,14 @@ def check_tensors(config: Config, pairs: dict, saved: dict) -> None:
         shape = [shape_of_b[0], shape_of_a[1]]
         shapes[target] = shape[::-1] if target == EMBEDDING else shape
     for target, shape in shapes.items():
-        if target not in expected:
-            raise UserError(
-                f"{target} fits no tensor of this model; use the model that it was trained on"
-            )
         if config.tie_embeddings and target in (EMBEDDING, "lm_head.weight"):
             raise UserError(
                 f"{target} is an embedding that is also the head, which"
                 " cannot be merged; train the adapter without it"
+            )
+        if target not in expected:
+            raise UserError(
+                f"{target} fits no tensor of this model; use the model that it was trained on"
             )
         expected_shape = list(expected[target][0])
         if shape != expected_shape:
@@ -181,5 +181,5 @@ def scale_of(adapter_config: dict, module: str, rank: int) -> float:
     except re.error as error:
         raise UserError(f"alpha_pattern = {short_repr(alphas)}: {error}") from None
     if type(alpha) not in (int, float) or not abs(alpha) < 1e30:
-        raise refused("alpha", alpha, "must be a number below 1e30")
+        raise refused("lora_alpha or alpha_pattern", alpha, "must be a number below 1e30")
     return alpha / (math.sqrt(rank) if adapter_config.get("use_rslora") else rank)

@@ -9,7 +9,7 @@
     write_atomically, complete_folder       a file, or a folder, under another name until it is
                                             complete
 
-Every UserError names the file.
+Every UserError about a file names it.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import json
 import math
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -31,7 +32,7 @@ from torch import Tensor
 import loading.plain_files as plain_files
 from decoding.errors import UserError
 from loading.families import Family
-from loading.plain_files import one_line, short_repr
+from loading.plain_files import file_exists, one_line, short_repr
 from weights.formats import row_chunks
 
 SINGLE_FILE = "model.safetensors"
@@ -43,7 +44,7 @@ Expected = tuple[tuple[int, ...], tuple[str, ...]]  # a tensor's shape, and the 
 
 def require_json(file: Path) -> dict:
     """A JSON object from a file that must exist."""
-    if file.exists():
+    if file_exists(file):
         return plain_files.read_json(file)
     gguf_files = sorted(file.parent.glob("*.gguf"))
     hint = f"; pass the path of {gguf_files[0].name}" if gguf_files else ""
@@ -78,10 +79,10 @@ def read_config_json(file: Path) -> dict:
 def read_index(folder: Path) -> dict[str, str]:
     """Tensor -> file, by the index of a folder; empty for a folder with model.safetensors, whose
     index other programs do not read either. UserError for a file outside the folder."""
-    if (folder / SINGLE_FILE).exists():
+    if file_exists(folder / SINGLE_FILE):
         return {}
     index = folder / INDEX_FILE
-    if not index.exists():
+    if not file_exists(index):
         hint = convert_hint(folder)
         raise UserError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
     weight_map = require_json(index).get("weight_map")
@@ -132,7 +133,7 @@ def open_tensors(files: list[Path]) -> dict[str, object]:
 def open_safetensors(file: Path):
     """The reader of a safetensors file. UserError names a file that is missing or cut off."""
     try:
-        if file.exists():
+        if file_exists(file):
             plain_files.plain_file(file, max_bytes=math.inf)  # a pipe would wait for ever
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError, UserError, MemoryError) as error:
@@ -292,8 +293,9 @@ def complete_folder(folder: Path) -> Iterator[Path]:
 
 
 def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
-    """write(NAME.partial), flush it to disk, then rename it to NAME. A link is followed, and a
-    device or a pipe is written to: no file takes the place of either. OSError for a full disk."""
+    """write(NAME.partial), flush it to disk, then rename it to NAME. A link is followed, a
+    device or a pipe is written to: no file takes the place of either. A file keeps its mode.
+    OSError for a full disk."""
     if file.exists() and not file.is_file():
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder, file.name)
@@ -310,7 +312,13 @@ def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
         RuntimeError,
     ) as error:  # what safetensors and torch.save raise for an OSError
         raise OSError(f"{file}: cannot be written: {one_line(error)}") from None
-    partial.chmod(0o644)  # safetensors creates files that only their owner can read
+    # safetensors creates files that only their owner can read, whatever the umask is, which a
+    # process knows by setting another. The other is a strict one, in which no thread creates a file
+    # that others can read.
+    umask = os.umask(0o077)
+    os.umask(umask)
+    mode = target.stat().st_mode if target.exists() else 0o666 & ~umask
+    partial.chmod(stat.S_IMODE(mode))
     with partial.open("rb") as stream:
         os.fsync(stream.fileno())
     os.replace(partial, target)

@@ -113,10 +113,14 @@ def to_dtype(model: Transformer, dtype: torch.dtype) -> Transformer:
     """The model in this dtype, but for what chooses among experts where that is float32."""
     model.to(dtype)
     for name, parameter in model.named_parameters():
-        is_router = ".router." in name and model.config.router_float32
-        if is_router or ".selection_bias" in name:
+        if is_float32(model.config, name):
             parameter.data = parameter.data.float()
     return model
+
+
+def is_float32(config: Config, name: str) -> bool:
+    """Is this parameter float32 in a model and a folder of any dtype?"""
+    return ".selection_bias" in name or (".router." in name and config.router_float32)
 
 
 def allocate(module: nn.Module, device: str | torch.device) -> nn.Module:
@@ -260,8 +264,9 @@ def random_model(
     tp: Ranks | None = None,
     pack: bool = True,
 ) -> Transformer:
-    """A model of random weights: normal(0, 0.02) matrices, unit norms and zero biases, drawn on the
-    device and quantized one by one. Every rank draws all numbers and keeps its shard."""
+    """A model of random weights: normal(0, 0.02) matrices, norms of ones (to which Gemma 3 adds its
+    offset) and zero biases, drawn on the device and quantized one by one. Every rank draws all
+    numbers and keeps its shard."""
     ranks = tp or ALONE
     schemes = same_schemes(config, quantize, head_scheme)
     check_shards(config, schemes, ranks.world)

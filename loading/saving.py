@@ -20,7 +20,7 @@ from loading.files import (
     write_atomically,
     write_index,
 )
-from loading.models import expected_tensors, is_plain
+from loading.models import expected_tensors, is_float32, is_plain
 from loading.quantization import QUICKDRAFT_CONFIG
 from loading.weight_names import pieces
 from model import Transformer
@@ -42,8 +42,12 @@ def save_model(model: Transformer, checkpoint_dir: str | Path, hf: dict) -> None
     expected_tensors(model.config, model)  # refuses dtypes that no file can hold
     folder = Path(checkpoint_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", SINGLE_FILE, INDEX_FILE):  # an earlier model's
-        (folder / name).unlink(missing_ok=True)
+    # An earlier model's files. Some programs read every shard of a folder, whatever its index
+    # says.
+    earlier = [folder / name for name in ("config.json", SINGLE_FILE, INDEX_FILE)]
+    earlier += folder.glob("model-?????-of-?????.safetensors")
+    for file in earlier:
+        file.unlink(missing_ok=True)
     if quantized_linears(model):
         shards = names_by_shard(model)
         files = {}
@@ -118,8 +122,9 @@ def write_tensors(
     dtype: torch.dtype | None = None,
     is_portable: bool = False,
 ) -> dict[str, str]:
-    """Write these parameters under their Hugging Face names, float32 weights as `dtype`, parts
-    under compressed-tensors' names with `is_portable`. Return {tensor name: file name}."""
+    """Write these parameters under their Hugging Face names, float32 weights as `dtype` but for
+    those that a model of any dtype has in float32, parts under compressed-tensors' names with
+    `is_portable`. Return {tensor name: file name}."""
     tensors = {}
     for name in names:
         for source, part in pieces(model.config, name, model.get_parameter(name).detach()):
@@ -127,8 +132,8 @@ def write_tensors(
                 from loading.quantized.compressed_tensors import compressed_tensors_part
 
                 source, part = compressed_tensors_part(source, part)
-            has_weights = is_plain(name) and "selection_bias" not in name  # float32 in every folder
-            is_cast = dtype and has_weights and part.dtype == torch.float32
+            has_dtype = is_plain(name) and not is_float32(model.config, name)
+            is_cast = dtype and has_dtype and part.dtype == torch.float32
             new_dtype = dtype if is_cast else part.dtype
             tensors[source] = part.to(new_dtype, copy=True, memory_format=torch.contiguous_format)
             if is_cast and not tensors[source].isfinite().all() and part.isfinite().all():

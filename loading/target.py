@@ -92,8 +92,9 @@ def load_target(
     checkpoint = target.checkpoint
     known = {"config.json": checkpoint.hf, GENERATION_CONFIG: options.generation_config}
     tokenizer = load_tokenizer(checkpoint, options.chat_template, known)
-    pieces = b"\0".join(tokenizer.pieces())
-    ranks.check_same(lambda: {"its tokenizer": hashlib.sha256(pieces).hexdigest()})
+    ranks.check_same(
+        lambda: {"its tokenizer": hashlib.sha256(b"\0".join(tokenizer.pieces())).hexdigest()}
+    )
     model = load_model(
         checkpoint, head_scheme=options.quantize_head, progress=progress, **load_options
     )

@@ -90,6 +90,10 @@ def sources(config: Config, name: str) -> list[str]:
         _, _, number, matrix = module.split(".")
         module = f"ffn.experts.{matrix}"
     names, _ = module_names(FAMILIES[config.family], module)
+    if not names:
+        raise LookupError(
+            f"{module}: no row of MODULES, nor of its Family's names, has its tensors"
+        )
     suffix = "" if part == "selection_bias" else f".{part}"
     return [f"{prefix}{source.format(number)}{suffix}" for source in names]
 

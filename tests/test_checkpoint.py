@@ -8,17 +8,22 @@ import shutil
 
 import pytest
 import torch
-from conftest import config_json, oracle
+from conftest import BASE, FAMILIES, config_json, oracle
 from safetensors.torch import load_file, save_file
 from test_families import NEW
 
 import cli.quantize as quantize_command
 import loading.plain_files as plain_files
 import scripts.tp_plan as tp_plan
+from cli.flags import parse_args
 from decoding.errors import UserError
 from loading.checkpoint import Checkpoint, load_config, load_model
-from loading.models import random_model
-from loading.saving import save_model
+from loading.config import config_from_hf
+from loading.models import empty_model, random_model
+from loading.saving import save_model, write_tensors
+from loading.target import load_target
+from loading.tokenizer import Tokenizer
+from loading.weight_names import pieces, sources
 from weights.walker import quantize_model
 
 
@@ -69,6 +74,47 @@ def test_save_is_the_inverse_of_load(family, folder_of, tmp_path):
     tokens = torch.arange(5, 25)[None]
     with torch.no_grad():
         assert torch.allclose(again(tokens).logits, oracle(family)(tokens).logits, atol=1e-5)
+
+
+def test_what_a_model_holds_in_float32_is_written_so(tmp_path):
+    """A router among it, as save_model writes it."""
+    config = config_from_hf({**BASE, **FAMILIES["ernie-4.5-moe"]})
+    model = random_model(config, dtype=torch.float32, pack=False)
+    names = [name for name, _ in model.named_parameters()]
+    write_tensors(tmp_path / "m.safetensors", model, names, torch.bfloat16)
+    dtypes = {name: tensor.dtype for name, tensor in load_file(tmp_path / "m.safetensors").items()}
+    in_float32 = {name for name, dtype in dtypes.items() if dtype == torch.float32}
+    want = empty_model(config, torch.bfloat16)
+    assert in_float32 == {
+        source
+        for name, parameter in want.named_parameters()
+        if parameter.dtype == torch.float32
+        for source in sources(config, name)
+    }
+    assert any(name.endswith("mlp.gate.weight") for name in in_float32)
+
+
+def test_no_file_of_an_earlier_model_stays(folder_of, tmp_path):
+    """Programs that read every safetensors file of a folder would read those too."""
+    hf = config_json(folder_of("llama-3"))
+    model = load_model(folder_of("llama-3"), pack=False)
+    save_model(quantize_model(model, "int8"), tmp_path, hf)
+    assert len([*tmp_path.glob("*.safetensors")]) > 1
+    save_model(load_model(folder_of("llama-3"), pack=False), tmp_path, hf)
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
+
+
+def test_a_module_without_names_says_where_they_belong(folder):
+    with pytest.raises(LookupError, match=r"ffn\.gate2: no row of MODULES"):
+        list(pieces(load_config(folder), "layers.0.ffn.gate2.weight", torch.empty(2, 2)))
+
+
+def test_one_process_does_not_decode_the_vocabulary(text_folder, monkeypatch):
+    """Only ranks compare it, and a large one takes a third of a second."""
+    monkeypatch.setattr(Tokenizer, "pieces", None)
+    args = parse_args(["--checkpoint", str(text_folder), "--device", "cpu"])
+    _, tokenizer = load_target(args.model, torch.device("cpu"))
+    assert tokenizer.encode("the cat")
 
 
 def test_a_head_that_is_quantized_alone_cannot_be_saved(folder_of, tmp_path):
@@ -250,6 +296,12 @@ def test_a_tensor_that_the_index_names_must_fit(folder):
         load_model(folder)
 
 
+def linked_to_nowhere(file):
+    """As the hub's cache leaves a file whose blob was deleted."""
+    file.unlink(missing_ok=True)
+    file.symlink_to("blobs/gone")
+
+
 BROKEN = {  # what is done to the folder, what the message must name
     "no folder": (lambda f: shutil.rmtree(f), "no such folder"),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
@@ -269,6 +321,28 @@ BROKEN = {  # what is done to the folder, what the message must name
         "not a readable safetensors",
     ),
     "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "not a readable safetensors"),
+    "a link to nowhere": (
+        lambda f: linked_to_nowhere(f / "model.safetensors"),
+        "model.safetensors: a link to blobs/gone, which does not exist; fetch the file again",
+    ),
+    "config links to nowhere": (
+        lambda f: linked_to_nowhere(f / "config.json"),
+        "config.json: a link to blobs/gone, which does not exist",
+    ),
+    "index links to nowhere": (
+        lambda f: [
+            (f / "model.safetensors").unlink(),
+            linked_to_nowhere(f / "model.safetensors.index.json"),
+        ],
+        "index.json: a link to blobs/gone, which does not exist",
+    ),
+    "shard links to nowhere": (
+        lambda f: [
+            index_of(f, {"x": "b.safetensors"}),
+            linked_to_nowhere(f / "b.safetensors"),
+        ],
+        "b.safetensors: not a readable safetensors file: a link to blobs/gone, which does not",
+    ),
     "shard missing": (lambda f: index_of(f, {"x": "b.safetensors"}), "b.safetensors: not a"),
     "index is absolute": (
         lambda f: index_of(f, {"x": "/etc/passwd"}),
@@ -350,10 +424,10 @@ def lora(folder, rank: int = 2, **entries):
 BAD_ADAPTERS = [  # entries of adapter_config.json, what the message must name
     ({"alpha_pattern": ["x"]}, r"adapter_config.json: alpha_pattern = \['x'\] must be an object"),
     ({"alpha_pattern": {"(": 4}}, "adapter_config.json: alpha_pattern = {'\\(': 4}: "),
-    ({"alpha_pattern": {"up_proj": "4"}}, "adapter_config.json: alpha = '4' must be a number"),
-    ({"lora_alpha": math.nan}, "adapter_config.json: alpha = nan must be a number"),
-    ({"lora_alpha": math.inf}, "adapter_config.json: alpha = inf must be a number"),
-    ({"lora_alpha": 10**400}, "adapter_config.json: alpha = 1000.*… must be a number"),
+    ({"alpha_pattern": {"up_proj": "4"}}, "adapter_config.json: .*or alpha_pattern = '4' must be"),
+    ({"lora_alpha": math.nan}, "adapter_config.json: lora_alpha or .* = nan must be a number"),
+    ({"lora_alpha": math.inf}, "adapter_config.json: lora_alpha or .* = inf must be a number"),
+    ({"lora_alpha": 10**400}, "adapter_config.json: lora_alpha or .* = 1000.*… must be a number"),
     ({"rank": 0}, ".* has an A of shape"),
 ]
 
@@ -365,6 +439,15 @@ def test_an_adapters_settings_are_checked_before_a_weight_is_read(
     adapter = lora(tmp_path / "adapter", **entries)
     with pytest.raises(UserError, match=rf"^{adapter}(/|: ){message}"):
         _ = Checkpoint(folder, adapter).source
+
+
+@pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens"])
+def test_a_tied_head_has_no_adapter(name, folder_of, tmp_path):
+    adapter = lora(tmp_path / "adapter")
+    tensors = {f"base_model.model.{name}.weight": torch.ones(96, 64)}
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=f"{name}.weight is an embedding that is also the head"):
+        _ = Checkpoint(folder_of("llama-3.2"), adapter).source
 
 
 def test_the_first_pattern_that_matches_has_the_alpha(folder, tmp_path):

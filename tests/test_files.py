@@ -23,7 +23,7 @@ from cli.errors import free_memory
 from cli.flags import parse_args
 from cli.main import main as run_args
 from decoding.engine import Engine
-from loading.files import write_atomically
+from loading.files import save_tensors, write_atomically
 
 TEXTS = ("the little cat", "a big dog went", "the park", "red ball; it was fun.", "to play")
 SHORT = (
@@ -223,6 +223,25 @@ def test_ctrl_c_keeps_the_lines_that_have_ended(options, tmp_path):
         assert ids == (["first", "last"] if "--ordered" in options else ["last", "first"])
     else:
         assert [len(line.split()) for line in lines] == [60, 2]
+
+
+@pytest.mark.parametrize("umask, mode", [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])
+def test_the_umask_decides_who_reads_a_new_file(umask, mode, tmp_path):
+    """A file that is there keeps its mode, as under a shell's `>`."""
+    old = tmp_path / "old"
+    old.touch()
+    old.chmod(0o640)
+    umask_before = os.umask(umask)
+    try:
+        save_tensors(tmp_path / "new", {"x": torch.ones(1)})
+        save_tensors(old, {"x": torch.ones(1)})
+        assert os.umask(umask) == umask
+    finally:
+        os.umask(umask_before)
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("new", "old")] == [
+        mode,
+        0o640,
+    ]
 
 
 def test_a_link_is_followed_and_a_device_stays_one(tmp_path, text_folder):
