@@ -3,11 +3,12 @@ from the file.
 
 From a folder to a model, in the order in which it happens. Read families.py first:
 
+families.py         what differs between model_types: a record for each, and tables of keys
 checkpoint.py       a folder or GGUF file, opened once: Checkpoint, with all that follows
-config.py           its config.json -> model.Config, by the tables of families.py, which say what
-                    differs between model_types
+config.py           its config.json -> model.Config, by the tables of families.py
 weight_names.py     a parameter of ours -> the stored tensors that fill it
-folder.py           the stored tensors of a folder, all headers checked -> a Source (stored.py);
+stored.py           a tensor as it is stored, and a Source of them, which fills a model
+folder.py           the stored tensors of a folder, all headers checked -> a Source;
                     quantized/  in the formats of other programs;  adapter.py  with a LoRA merged
 quantization.py     the scheme of every matrix, by what is stored and what the user asks for
 models.py           an empty Transformer, filled from the Source tensor by tensor

@@ -9,5 +9,5 @@
     gpu         products that a GPU's compiler fuses into one kernel: unpack, multiply, sum
     compiling   settings of the compiler and workarounds for it
 
-Nothing here knows checkpoints, ranks, sampling or decoding.
+Nothing here imports what reads checkpoints, divides a model over ranks, samples or decodes.
 """

@@ -120,7 +120,7 @@ class Format:
     #   "matrix"   the full matrix as stored (q, k and v are one)
     # No format here has one of the last two, which a fork's may.
     # If a rank's shard is smaller, the rank quantizes the full weight and keeps its shard. A
-    # subclass that overrides `quantize` sets its own scope.
+    # subclass whose `quantize` needs another piece than its parent's sets its own scope.
     scope: ClassVar[str] = "rows"
     factor: ClassVar[float] = 1.0  # of all elements
 
