@@ -378,10 +378,9 @@ class LLM:
         try:
             while not interrupts:
                 num_free = self.engine.batch_size - len(self.engine.requests)
-                # Without any of its own it asks for one more, which may wait for others' slots:
-                # only so does it learn that none is left.
-                num_wanted = max(num_free, 0 if started else 1)
-                for answer in itertools.islice(answers, num_wanted):
+                if not started:
+                    num_free = max(num_free, 1)  # one may wait for others' slots, or none is left
+                for answer in itertools.islice(answers, max(0, num_free)):
                     started.append(answer)
                     self.start(answer)
                 if not started:

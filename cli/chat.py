@@ -91,7 +91,7 @@ class Conversation:
         self.limit = llm.engine.max_seq_length
         system = options.prompts.system
         self.opening = [{"role": "system", "content": system}] if system else []
-        self.turns = []  # messages and their answers in turn
+        self.turns = []  # messages: the user's and the assistant's, alternating
         self.has_dropped = False
         # Now, not at the first message: UserError for a --system, tools or variables that the
         # template does not read.

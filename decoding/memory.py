@@ -41,7 +41,9 @@ class Memory:
 
     def of(self, kind: type) -> object:
         """Figures of this kind, a drafter's own or Gains, which begin as kind()."""
-        return self.figures.get(kind) or self.figures.setdefault(kind, kind())
+        if kind not in self.figures:
+            self.figures[kind] = kind()
+        return self.figures[kind]
 
 
 class MemoryPlan(NamedTuple):

@@ -346,7 +346,7 @@ def has_instructions(weight: Tensor) -> bool:
     return multiplies(weight.dtype)
 
 
-# The form of weights: the first that suits, with what each gains (docs/internals.md has the
+# The form of weights: the first that suits, with what each gains (benchmarks/NOTES.md has the
 # times).
 FORMS = (
     # AMX: all rows of a tile are used.

@@ -74,7 +74,7 @@ def check_sizes(args, config: Config) -> None:
         for name in TARGET_SIZES[args.kind]:
             value = getattr(args, name)
             if value and value != sizes.get(name):
-                raise UserError(f"--kind {args.kind} sets --{name} itself: leave it away")
+                raise UserError(f"--kind {args.kind} sets --{name} itself: leave it out")
         args.layers = args.layers or 1
         args.dim = config.dim
     if args.from_layers:
