@@ -63,7 +63,7 @@ def decode(
     from decoding.runner import ModelRunner  # here: `import generate` loads no engine
 
     prompt = list(prompt)
-    stop_ids = frozenset(stop_ids)
+    stop_ids = validation.check_stop_ids(stop_ids)
     validation.check_request(model, prompt, max_new_tokens, sampling, seed, stop_ids)
     prompt = [int(id) for id in prompt]
     device = model.norm.weight.device
@@ -180,8 +180,10 @@ class LLM:
         return self
 
     def _set(self, engine, tokenizer, stop_ids: Collection[int] | None = None) -> None:
+        from decoding.fair_lock import FairLock
+
         self.engine = engine
-        self.lock = threading.RLock()  # of the engine and of `running`
+        self.lock = FairLock()  # of the engine and of `running`
         self.tokenizer = tokenizer
         self.tokenizer_lock = threading.Lock()  # for it encodes in one mode at a time
         self.stop_ids = frozenset(tokenizer.stop_ids if stop_ids is None else stop_ids)
@@ -238,8 +240,9 @@ class LLM:
         self, prompt, *, max_new_tokens=None, seed: int = 0, stop=(), schema=None, **settings
     ) -> Answer:
         """An Answer to a prompt, for `start` or `run`. UserError for a prompt or a setting that
-        cannot be used. Another `logits_processor` than the last answer's makes a new engine, which
-        has cached and compiled nothing: keep one function for many answers."""
+        cannot be used, TypeError for a name that is no setting. Another `logits_processor` than the
+        last answer's, or none after one, makes a new engine, which has cached and compiled nothing:
+        keep one function for many answers."""
         stop = validation.stop_strings(stop)
         if "logit_bias" in settings:
             settings["logit_bias"] = validation.bias_pairs(settings["logit_bias"])
@@ -317,8 +320,13 @@ class LLM:
             from decoding.engine import Engine
 
             options = replace(old.options, logits_processor=logits_processor)
-            engine = Engine(old.model, old.batch_size, old.max_seq_length, options, old.drafter)
-            calibrate_auto(engine)  # Ctrl-C may come before the engine is ready
+            try:
+                engine = Engine(old.model, old.batch_size, old.max_seq_length, options, old.drafter)
+                calibrate_auto(engine)
+            except BaseException:  # such as Ctrl-C, before the engine is ready
+                if old.drafter is not None:
+                    old.drafter.owner = lambda: None  # set up anew for the next answer
+                raise
             self.engine = engine
             return engine
 
@@ -344,13 +352,15 @@ class LLM:
 
     def step(self) -> list[Answer]:
         """Decode one step for all running answers; returns those that have ended, in text or by an
-        error."""
+        error. An answer may also end in the step of another thread, or of `generate` or a stream:
+        its `is_finished` tells."""
         with self.lock:
             self.engine.step()
             return self.feed()
 
     def feed(self) -> list[Answer]:
-        """Give the tokens of the last step to their answers; returns those that have ended."""
+        """Give the tokens of the last step to their answers; returns those that have ended. The
+        caller holds `lock`."""
         finished = [answer for answer in self.running.values() if answer.feed()]
         for answer in finished:
             self.abort(answer)

@@ -105,6 +105,7 @@ def gptq(w: Tensor, hessian: Tensor, format: Int4) -> dict[str, Tensor]:
     ordered = hessian[order][:, order]
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(ordered))
     factor = torch.linalg.cholesky(inverse, upper=True)  # (in, in)
+    max_code = 2**format.bits - 1
     # From here on, columns stand in this order.
     w = w[:, order]
     scale = scale.T[order]  # (in, out)
@@ -118,7 +119,7 @@ def gptq(w: Tensor, hessian: Tensor, format: Int4) -> dict[str, Tensor]:
             step = scale[i]
             offset = zero[i]
             code = ((weights - offset) / step).round()
-            code = code.clamp(-format.center, 15 - format.center)
+            code = code.clamp(-format.center, max_code - format.center)
             codes.append(code + format.center)
             error = (weights - code * step - offset) / factor[i, i]
             errors.append(error)
@@ -127,7 +128,7 @@ def gptq(w: Tensor, hessian: Tensor, format: Int4) -> dict[str, Tensor]:
         w[:, end:] -= block_errors @ factor[begin:end, end:]
     codes = torch.stack(codes, 1)  # (out, in)
     codes = codes[:, order.argsort()]
-    return parts | {"codes": formats.pack_bits(codes, 4)}
+    return parts | {"codes": formats.pack_bits(codes, format.bits)}
 
 
 def input_hessian(linear: nn.Linear, run: Callable[[], object]) -> Tensor:
@@ -147,8 +148,8 @@ def input_hessian(linear: nn.Linear, run: Callable[[], object]) -> Tensor:
         run()
     finally:
         hook.remove()
-    if not total.any():  # no token chose this expert: round its weights
-        return torch.eye(n, device=total.device)
+    if not total.any():  # no token chose this expert: its inputs count alike
+        return torch.eye(n, dtype=total.dtype, device=total.device)
     return total
 
 

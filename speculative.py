@@ -63,7 +63,6 @@ def speculate(
     ModelRunner has them, and caches of a row of len(prompt) + max_new_tokens + k positions.
     UserError for penalties and, of a Transformer, for what `decode` refuses.
     """
-    end = len(prompt) + int(max_new_tokens)
     if isinstance(target, Transformer):
         # Imported here, so that a notebook can take this file without them (examples/notebook.py).
         import decoding.validation as validation
@@ -71,9 +70,10 @@ def speculate(
 
         validation.check_request(target, prompt, max_new_tokens, sampling, seed, stop_ids)
         validation.check_count("k", k, 1)
+    end = len(prompt) + int(max_new_tokens)
+    runner = target
+    if isinstance(target, Transformer):
         runner = ModelRunner(target, 1, end, slack=k + 1)
-    else:
-        runner = target
     model = runner.model
     text = Text(prompt, sampling, int(seed), end + k, model.norm.weight.device)
     # The prompt decides the first token, as in `decode`.
@@ -99,9 +99,9 @@ def speculate(
 
 
 class Plan(NamedTuple):
-    """What a step asks of a drafter: k tokens for every row, none of which has more than `length`
-    decided tokens. `requests`: (row, request) pairs of an engine's rows that draft, none while it
-    warms up."""
+    """What a step asks of a drafter: k tokens for every row. No row has more than `length` decided
+    tokens. `requests`: (row, request) pairs of an engine's rows that draft, none while it warms
+    up."""
 
     k: int
     length: int
@@ -161,7 +161,11 @@ def acceptance(p: Tensor, q: Tensor) -> Tensor:
     return likelihood_ratio(p, q).clamp(max=1)
 
 
-def residual(p: Tensor, q: Tensor, factor: Tensor | float = 1.0) -> Tensor:
+def residual(
+    p: Tensor,
+    q: Tensor,
+    factor: Tensor | float = 1.0,
+) -> Tensor:
     """norm(max(0, factor * p - q)) (..., V), the distribution that replaces a rejected token (L,
     algorithm 1). It is p itself, with p's bits, in rows where q is 0: their token is drawn as in
     plain decoding. It is p too where rounding makes the sum 0: p = q is never rejected."""
@@ -196,14 +200,16 @@ def block_acceptance(
     for ratio_of_token in ratio.unbind(dim=1):
         factor = factors[-1] * ratio_of_token
         factors.append(factor.clamp(max=1))
-    factor = torch.stack(factors, dim=1)  # (B, K + 1)
-    inner = factor[:, 1:K]  # (B, K - 1)
+    factors = torch.stack(factors, dim=1)  # (B, K + 1)
+    # h of i tokens: the mass that the next one may still win, over that and what is lost already.
+    inner = factors[:, 1:K]  # (B, K - 1)
     excess = inner[..., None] * p[:, 1:K] - q[:, 1:].nan_to_num()  # (B, K - 1, V)
     rest = excess.clamp(min=0).sum(dim=-1)  # (B, K - 1)
+    rest = torch.where(rest.isnan(), inner, rest)  # p is NaN there: tokens before it may be kept
     total_mass = rest + 1 - inner
     h = torch.where(total_mass == 0, 1, rest / total_mass)
-    h = torch.cat((h, factor[:, K:]), dim=1)  # (B, K)
-    return h, factor
+    h = torch.cat((h, factors[:, K:]), dim=1)  # (B, K)
+    return h, factors
 
 
 def accept(

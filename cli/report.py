@@ -292,7 +292,7 @@ def outgrown(timing: Timing, limit: float) -> list[str]:
     """A line if a text has gone beyond a draft's context of `limit` positions."""
     if all(request.num_positions <= limit for request in timing.requests):
         return []
-    return [f"  the draft's context ends at {limit} positions, and it drafts nothing beyond"]
+    return [f"  the draft model's context ends at {limit} positions; it drafts nothing beyond"]
 
 
 def low_acceptance(engine: Engine) -> list[str]:

@@ -134,7 +134,7 @@ class Batch(nn.Module):
             for row, request in requests:
                 by_row[row] = limits[request]
             by_row = torch.tensor(by_row, pin_memory=self.pos.is_cuda)
-            self.draft_limit.copy_(by_row, non_blocking=True)
+            self.draft_limit.copy_(by_row, non_blocking=self.pos.is_cuda)
 
     def write_masks(
         self, requests: Sequence[tuple[int, object]], draft_tokens: Tensor | None = None
@@ -170,7 +170,7 @@ class Batch(nn.Module):
     ) -> Tensor:
         """logits (B, T, V) at pos (B, T) as tokens are drawn from them: masked, penalized, then
         processed."""
-        if self.sampling_path == PENALIZED:
+        if self.sampling_path == PENALIZED:  # a request with a grammar has this path too
             logits = apply_masks(logits, self.masks[:, : logits.size(1)])
         return self.process_draft_logits(logits, pos)
 

@@ -15,7 +15,9 @@ from decoding.memory import MemoryPlan
 DECAY = 1 - 1 / 64  # of the running acceptance, per drafted position
 MIN_GAIN = 1.03  # expected of a round: costs are measured to a few percent, and plain steps have 1
 PROBE_ROUNDS = 4
-PROBE_AFTER = 64  # plain steps before drafting is tried again; doubles while it does not pay
+# Plain steps before drafting is tried again; they double with every try that does not pay, the
+# first too.
+PROBE_AFTER = 64
 
 
 class DraftLength:
@@ -34,7 +36,8 @@ class DraftLength:
         self.weight = 4.0
         self.draft_share = 1.0  # the share of rows with a draft
         self.patience = PROBE_AFTER
-        # Plain steps; below 0 while drafting is tried, as it is at first.
+        # Plain steps still to make; from -1 to -PROBE_ROUNDS the rounds that try drafting, as at
+        # first.
         self.num_steps_to_probe = 0
 
     @property
@@ -111,8 +114,8 @@ class Gains:
         return self.tokens / self.cost
 
     def observe(self, plan: MemoryPlan, num_tokens: float) -> None:
-        """A step that was planned so gave each row this number of tokens, on average. One with an
-        uncalibrated K counts as one that yields what it costs."""
+        """A step that was planned so gave each row this number of tokens, on average. One that ran
+        a drafter's model, or has an uncalibrated K, counts as one that yields what it costs."""
         cost = num_tokens
         if plan.costs and not plan.runs_drafter and plan.k in (0, *plan.costs.verify_s):
             cost = plan.costs.round(plan.k, runs_drafter=False)

@@ -71,6 +71,9 @@ class Engine:
         validation.check_count("batch_size", batch_size, 1)
         validation.check_count("max_seq_length", max_seq_length, 1)
         validation.check_logprobs(options.logprobs, model.config.vocab_size)
+        context = model.config.max_seq_length
+        if max_seq_length > context:
+            raise UserError(f"max_seq_length = {max_seq_length} is more than the model's {context}")
         self.model = model
         self.batch_size = batch_size
         self.max_seq_length = max_seq_length
@@ -96,7 +99,8 @@ class Engine:
             )
         self.maybe_compile = StepCompiler(device, self.runner.compile)
         if drafter is not None:
-            drafter.owner = weakref.ref(self)  # a cycle would keep both until a collection
+            # Weak: a cycle would keep engine and drafter until a collection.
+            drafter.owner = weakref.ref(self)
             drafter.setup(self.batch, max_k, self.runner, self.maybe_compile)
             if drafter.num_first_inputs:
                 self.runners.append(drafter.runner)
@@ -139,7 +143,7 @@ class Engine:
                 "the drafter belongs to an engine that was made later: give each engine its own"
             )
         prompt = list(prompt)
-        stop_ids = frozenset(stop_ids)
+        stop_ids = validation.check_stop_ids(stop_ids)
         validation.check_lengths(self.model, [prompt], [max_new_tokens], self.max_seq_length)
         validation.check_settings(self.model, sampling, seed, stop_ids, MAX_STOP_IDS)
         validation.check_logprobs(prompt_logprobs, self.model.config.vocab_size)
@@ -193,7 +197,7 @@ class Engine:
         budgets = validation.value_per_row("max_new_tokens", max_new_tokens, len(prompts))
         seeds = validation.value_per_row("seed", seed, len(prompts))
         validation.check_lengths(self.model, prompts, budgets, self.max_seq_length)
-        stop_ids = frozenset(stop_ids)
+        stop_ids = validation.check_stop_ids(stop_ids)
         ids = range(self.scheduler.next_id, self.scheduler.next_id + len(prompts))
         try:
             for prompt, row_sampling, budget, row_seed in zip(prompts, samplings, budgets, seeds):
@@ -262,9 +266,10 @@ class Engine:
                 return events + self.read(max_in_flight=0)
             begin_s = time.perf_counter()
             plans = self.planner.plan(requests, self.readback.steps)
-            draft_s = time.perf_counter() - begin_s
-            # After plain steps the draft's own cache lacks positions. How many is known once all
-            # launched steps are read; make_step leaves out a request that ends there.
+            draft_s = time.perf_counter() - begin_s  # `expect` makes the drafts of texts there
+            # After plain steps the draft's own cache lacks positions. Which ones is known once all
+            # launched steps are read. A request may end there: it stays in `plans`, and runs no
+            # more.
             if lacks_positions(self, plans):
                 events += self.read(max_in_flight=0)
                 requests = self.scheduler.decoding()
@@ -272,7 +277,7 @@ class Engine:
                     return events
                 for request in requests:
                     prefill_draft(self, request.slot, request.num_positions - 1)
-            step = self.make_step(requests, plans)._replace(begin_s=begin_s, draft_s=draft_s)
+            step = self.prepare_step(requests, plans)._replace(begin_s=begin_s, draft_s=draft_s)
             self.readback.send(self.run(step), step)
             return events + self.read()
         except BaseException as error:
@@ -281,23 +286,24 @@ class Engine:
 
     def reset(self, error: Exception | None = None) -> None:
         """End all requests after an interrupted step, whose decisions are unknown, with the error
-        that interrupted it. Slots keep their cached prefixes for reuse, except in the draft's own
-        cache."""
+        that interrupted it, or one that says so. Slots keep their cached prefixes for reuse, except
+        in the draft's own cache."""
+        cause = error or UserError("a step was interrupted, which ended all requests")
         self.readback.clear()
         self.scheduler.waiting.clear()
         for request in self.requests.values():
             request.finish_reason = "abort" if error is None else "error"
             request.status = Status.FINISHED
-            request.error = request.error or error
+            request.error = request.error or cause
         self.requests.clear()
         for slot in self.scheduler.slots:
             self.batch.park(slot.index)
             slot.num_draft = 0
             slot.store(slot.cached_ids(), num_written=self.runner.S)
 
-    def make_step(self, requests: list[Request], plans: list[MemoryPlan]) -> Step:
+    def prepare_step(self, requests: list[Request], plans: list[MemoryPlan]) -> Step:
         """The next step of these requests, which drafts as planned; some that were planned for may
-        have ended since."""
+        have ended since. Marks them as launched, and writes path and draft limits to the batch."""
         begin, end = self.planner.row_range(requests)
         k = max(plan.k for plan in plans)
         limits = {}
@@ -347,7 +353,7 @@ class Engine:
         many as may be in flight when the next one is launched, none with a grammar, whose masks
         depend on every token so far."""
         if max_in_flight is None:
-            has_grammar = any(request.grammar for request in self.requests.values())
+            has_grammar = any(request.grammar is not None for request in self.requests.values())
             max_in_flight = 0 if has_grammar else self.readback.host_lag
         events = []
         while len(self.readback) > max_in_flight:

@@ -88,4 +88,5 @@ class Memories:
                     same_seed.memory = Memory(is_shared=False)
         elif len(self.seeds) == MAX_SEEDS:
             del self.seeds[next(iter(self.seeds))]
+        self.seeds.pop(seed, None)  # to stand last
         self.seeds[seed] = None

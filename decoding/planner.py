@@ -4,7 +4,9 @@
     Planner         which rows run, how far they attend, and what each memory drafts
     draft_lengths   the lengths that an engine's drafts may have
 
-decoding/draft_length.py chooses for the requests of one memory, decoding/costs.py has the formulas.
+A memory is what drafts have learned from the texts of the requests that share it (memory.py);
+usually all share one, and there is one plan a step. decoding/draft_length.py chooses for the
+requests of one memory, decoding/costs.py has the formulas.
 """
 
 from collections.abc import Sequence
@@ -38,7 +40,7 @@ class Step(NamedTuple):
     def drafting(self) -> list[tuple[int, Request]]:
         """The (row, request) pairs that draft."""
         ks = {request: plan.k for plan in self.plans for request in plan.requests}
-        return [(row, request) for row, request in self.requests if ks[request]]
+        return [(row, request) for row, request in self.requests if ks[request] * request.may_draft]
 
     @property
     def runs_drafter(self) -> bool:
@@ -74,11 +76,9 @@ class Planner:
         self.measured_costs: dict[int, dict[int, Costs]] = {}
 
     def assign_memory(self, request, others: Sequence) -> None:
-        """Give a new scheduler.Request its memory; `others` have not ended. The acceptance so far
-        stays valid, unless another K was set since."""
+        """Give a new scheduler.Request its memory; `others` have not ended."""
         shared = self.memories.shared
-        learned = shared.draft_length
-        if learned is None or (learned.k != self.speculate_k and not others):
+        if shared.draft_length is None:
             shared.draft_length = DraftLength(self.speculate_k, self.costs)
         self.memories.assign(request, others)
 

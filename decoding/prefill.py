@@ -55,9 +55,7 @@ def next_prompt(engine) -> Request | None:
 
 def prefill(engine, request: Request) -> int:
     """Run the next chunk of a prompt through all models; returns its cost in tokens. The last chunk
-    decides the first token. If a prefix was reused and only the prompt's last token is left, it
-    joins the next decode step, provided that there are other requests. An engine that runs rounds
-    does not do this: a round may take the first token from a draft instead."""
+    decides the first token."""
     device = engine.runner.device
     begin = timestamp(device)
     slot = request.slot
@@ -68,9 +66,6 @@ def prefill(engine, request: Request) -> int:
     if is_last_chunk:
         request.status = Status.DECODING
         engine.batch.activate(slot.index, end)
-        lacks_one = request.num_computed == end - 1
-        if lacks_one and end > 1 and len(engine.requests) > 1 and not engine.planner.ks:
-            return 0  # nothing ran
     rows = engine.rows(slot.index, slot.index + 1)
     batch = rows.batch
     running = [(0, request)]
@@ -84,7 +79,7 @@ def prefill(engine, request: Request) -> int:
             batch.prepare(running)
             batch.write_masks(running)
             decide(batch, engine.model.head(h[:, -1:]), records_logprobs=records)
-    except (RuntimeError, ValueError) as error:
+    except Exception as error:
         if lost_contact(error):
             raise
         request.error = error
@@ -92,7 +87,7 @@ def prefill(engine, request: Request) -> int:
         return cost
     request.prefill_times.append((begin, timestamp(device)))
     if is_last_chunk:
-        request.num_launched = len(request.tokens) + 1
+        request.num_launched = 1  # its first token
         plans = [MemoryPlan(request.memory, (request,))]
         step = Step(rows, end, requests=running, records_logprobs=records, plans=plans)
         engine.readback.send(StepResult.of(batch, records_logprobs=records), step)

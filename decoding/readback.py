@@ -122,7 +122,7 @@ def host_copy(x: Tensor) -> Tensor:
     """A copy on the host, which is complete once the device has passed an event recorded after this
     call."""
     copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
-    return copy.copy_(x, non_blocking=True)
+    return copy.copy_(x, non_blocking=x.is_cuda)  # elsewhere no event tells when it is complete
 
 
 def wait_for(event, timeout_s: float | None) -> None:

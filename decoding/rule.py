@@ -45,7 +45,7 @@ class Rule:
     ) -> tuple[Tensor, Tensor]:
         """n_accepted and next_token, as of `speculative.accept`."""
         to_accept, to_draw = noise
-        is_drafted = q.amax(dim=-1) != 0  # (B, K)
+        is_drafted = q.amax(dim=-1) > 0  # (B, K) False with NaN
         may_keep = self.keep(draft_tokens, q, p[:, :-1], to_accept)  # (B, K)
         is_number = ~p[:, :-1].isnan().any(dim=-1)  # (B, K)
         n = count_kept(may_keep & is_drafted & is_number)

@@ -118,6 +118,8 @@ class Sampling:
 
     def __post_init__(self):
         check_numbers(vars(self))
+        if not isinstance(self.logit_bias, tuple):
+            raise UserError(f"logit_bias = {self.logit_bias!r:.99} must be a tuple of pairs")
         if len(self.logit_bias) > MAX_BIASES:
             raise UserError(
                 f"logit_bias: {len(self.logit_bias)} tokens are more than the {MAX_BIASES} that"

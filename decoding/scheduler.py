@@ -85,11 +85,6 @@ class Request(RequestStatistics):
         none."""
         return None if self.sampling.is_greedy else self.seed
 
-    def fits(self, max_positions: float) -> bool:
-        """May a draft follow its text, of a drafter for texts of at most so many positions? The
-        text as far as the host has read it."""
-        return self.may_draft and self.num_positions < max_positions
-
     @property
     def num_positions(self) -> int:
         """Tokens of prompt and answer."""
@@ -120,7 +115,10 @@ class Request(RequestStatistics):
         if INVALID in ids:
             del ids[ids.index(INVALID) :]
             position = self.num_positions + len(ids)
-            self.error = UserError(f"position {position}: the model's logits are not finite")
+            failed = getattr(self.grammar, "error", None)  # it masked every token
+            self.error = failed or UserError(
+                f"position {position}: the model's logits are not finite"
+            )
         self.tokens += ids
         if ids:
             self.num_finite = self.num_positions - 1

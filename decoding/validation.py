@@ -5,7 +5,8 @@
     check_lengths       whether prompts and new tokens fit in the context
     PromptError         its error, which has the prompt's row and the reason apart
     check_seed          a seed
-    check_settings      seed, stop ids and logit_bias of a request
+    check_settings      seed, number of stop ids and logit_bias of a request
+    check_stop_ids      stop ids as integers
     check_request       all of this, for one prompt
     check_logprobs      the number of top tokens to record
     check_count         a number of rows or positions
@@ -83,9 +84,21 @@ def check_lengths(
 def unknown_id(ids: Iterable[int], vocab_size: int) -> str:
     """What is wrong with the first id that the model does not have; "" if it has all of them."""
     for id in ids:
-        if int(id) != id or not 0 <= id < vocab_size:
-            return f"holds token id {id}, outside the vocabulary of {vocab_size}"
+        try:
+            is_known = int(id) == id and 0 <= id < vocab_size
+        except (TypeError, ValueError):
+            is_known = False
+        if not is_known:
+            return f"holds token id {id!r:.99}, outside the vocabulary of {vocab_size}"
     return ""
+
+
+def check_stop_ids(stop_ids: Iterable[int]) -> frozenset[int]:
+    """Stop ids, of any integers, as Python's. UserError for one that is none."""
+    try:
+        return frozenset(index(id) for id in stop_ids)
+    except TypeError:
+        raise UserError(f"stop_ids = {stop_ids!r:.99} must be token ids") from None
 
 
 def check_seed(seed: int) -> None:
@@ -128,10 +141,12 @@ def check_request(
 def check_logprobs(num_logprobs: int | None, vocab_size: int) -> None:
     """UserError for more log-probabilities of a token than there are tokens, or fewer than
     none."""
-    if num_logprobs is not None and not 0 <= num_logprobs <= vocab_size:
+    if num_logprobs is None:
+        return
+    check_count("logprobs", num_logprobs, 0)
+    if num_logprobs > vocab_size:
         raise UserError(
-            f"logprobs = {num_logprobs} is more than the {vocab_size} tokens that there are, or"
-            f" negative"
+            f"logprobs = {num_logprobs} is more than the {vocab_size} tokens that there are"
         )
 
 

@@ -49,15 +49,17 @@ def warm_up(engine, path: str) -> float:
         warm_up_prompts(engine)
     records = engine.planner.records_logprobs
     num_runs = 3 if engine.runner.uses_cuda_graphs else 1  # CUDA graphs: warm up, record, replay
-    for num_rows, length, k in steps_to_compile(engine):
-        rows = engine.rows(0, num_rows)
-        rows.batch.sampling_path = path
-        rows.batch.pos.zero_()
-        rows.batch.done.fill_(True)
-        for _ in range(num_runs):
-            engine.run(Step(rows, max(1, length - k), k, records_logprobs=records))
-    synchronize(engine.runner.device)
-    engine.clear()
+    try:
+        for num_rows, length, k in steps_to_compile(engine):
+            rows = engine.rows(0, num_rows)
+            rows.batch.sampling_path = path
+            rows.batch.pos.zero_()
+            rows.batch.done.fill_(True)
+            for _ in range(num_runs):
+                engine.run(Step(rows, max(1, length - k), k, records_logprobs=records))
+        synchronize(engine.runner.device)
+    finally:
+        engine.clear()
     return time.perf_counter() - start
 
 
@@ -101,16 +103,18 @@ def calibrate(
     assert min(lengths) >= 1 and max(lengths) < engine.max_seq_length, (
         f"{lengths} positions filled leave no room in {engine.max_seq_length}"
     )
-    costs = {
-        num_rows: {
-            engine.runner.bucket_length(length): costs_of_rows(
-                engine, num_rows, sampling, length, rounds
-            )
-            for length in lengths
+    try:
+        costs = {
+            num_rows: {
+                engine.runner.bucket_length(length): costs_of_rows(
+                    engine, num_rows, sampling, length, rounds
+                )
+                for length in lengths
+            }
+            for num_rows in engine.planner.row_counts
         }
-        for num_rows in engine.planner.row_counts
-    }
-    engine.clear()
+    finally:
+        engine.clear()
     # Draft lengths follow from costs, so that ranks share them.
     return ranks_of(engine.model).broadcast_object(costs)
 

@@ -111,7 +111,11 @@ class Drafter(nn.Module):
         a list with one number for each token of its draft: the probability that it and all tokens
         before it are accepted. []: no draft; None: the drafter cannot tell. Up to `unread` decided
         tokens of a row have not reached the host yet."""
-        return [None if request.fits(self.max_positions) else [] for request in requests]
+        max_length = self.max_positions - 1
+        return [
+            None if request.may_draft and request.num_positions <= max_length else []
+            for request in requests
+        ]
 
     def row_view(self, begin: int, end: int) -> "Drafter":
         """The drafter of rows [begin, end), and so are the drafters that it holds."""

@@ -219,10 +219,11 @@ def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:
         has_anchor = True
     check_target(layer, {"hidden_size": target.dim, "vocab_size": target.vocab_size})
     check_target(hf, {"num_target_layers": target.n_layers, "target_hidden_size": target.dim})
-    for section, key in ((hf, "is_causal"), (options, "causal")):
-        if section.flag(key):
-            raise section.refused(key, "is not supported: layers without a window are not causal")
     config = layer_config(Section(layer | {"is_causal": None, "tie_word_embeddings": False}), hf)
+    for section, key in ((hf, "is_causal"), (options, "causal")):
+        is_false = section.get(key) is False
+        if section.flag(key) or (is_false and any(config.windows)):
+            raise section.refused(key, "is not supported: only layers with a window are causal")
     section = hf if options.get("block_size") is None else options
     block_size = section.size("block_size", max_size=MAX_BLOCK)
     mask = read_token_id(options, "mask_token_id", target.vocab_size)
@@ -240,7 +241,8 @@ def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:
 
 def state_ids_of(hf: Section, is_speculators: bool, options: Section, L: int) -> tuple[int, ...]:
     """The states of a target of L layers that the draft reads: speculators' layout names them by
-    the layers that they enter, the others by those that they leave."""
+    the layers that they enter, the others by those that they leave. Neither has state L: the last
+    layer's output that transformers gives is normed."""
     if hf.get(STATES_KEY):
         return read_state_ids(hf, STATES_KEY, L)
     if is_speculators:

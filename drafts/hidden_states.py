@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from decoding.errors import UserError
-from drafts.base import DraftSource, ModelDraft
+from drafts.base import DraftSource, LoadOptions, ModelDraft
 from drafts.published import STATES_KEY, check_target_ids, fill_parts
 from drafts.vocabulary import gather_logits
 from loading.checkpoint import Checkpoint
@@ -290,14 +290,17 @@ class HiddenStateSource(DraftSource):
             variants.append((json.dumps(keys)[1:-1], source))
         return variants
 
+    def __init__(self, origin, config: Config, options: LoadOptions):
+        if options.sharded:
+            raise UserError(
+                f"--draft_tp sharded: {origin.path} reads the target's hidden states, and every"
+                f" rank holds such a draft in full"
+            )
+        super().__init__(origin, config, options)
+
     def load(self, target: Transformer, tokenizer) -> HiddenStateDraft:
         """The drafter, in the target's dtype."""
         checkpoint = self.origin
-        if self.options.sharded:
-            raise UserError(
-                f"--draft_tp sharded: {checkpoint.path} reads the target's hidden states, and every"
-                f" rank holds such a draft in full"
-            )
         like = target.norm.weight
         with torch.device("meta"):
             model = to_dtype(self.new_model(), like.dtype)

@@ -100,6 +100,8 @@ def load_models(
     source = draft_source(draft, target, progress)
     model, tokenizer = load_target(target, device, ranks, progress)
     drafter = source.load(model, tokenizer)
+    del source  # it may hold the target's checkpoint
+    target.close()
     pack_with(model, drafter)
     return model, tokenizer, drafter
 
@@ -109,7 +111,7 @@ def find_draft(draft) -> object:
     if draft is None:
         return DraftOptions()
     if not isinstance(draft, str | os.PathLike):
-        if not hasattr(draft, "propose"):
+        if isinstance(draft, type) or not hasattr(draft, "propose"):
             raise UserError(f"draft = {draft!r:.99} must be a folder, a spec or a drafter")
         return draft
     spec, folder = split_folder(draft) if isinstance(draft, str) else (None, os.fspath(draft))
@@ -157,6 +159,11 @@ def check_draft(
             return HeadSource(Checkpoint(value), config, options)
         source = source_class(kind)(value, config, options)
     if other is None:
+        if options.quantize or options.sharded:
+            raise UserError(
+                f"--draft {folder_or_spec}: only a draft with a folder of its own is quantized or"
+                f" divided apart from the target"
+            )
         return source
     is_head = MTP_SPEC.fullmatch(other) is not None
     other = check_draft(other if is_head else Path(other), config, options)

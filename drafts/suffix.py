@@ -220,7 +220,7 @@ class SuffixDraft(Drafter):
     def propose(self, batch: nn.Module, plan) -> Draft:
         # A pinned copy, because the next step is planned before the device has read this one.
         rows = self.host_rows.pin_memory() if self.draft_rows.is_cuda else self.host_rows
-        self.draft_rows.copy_(rows, non_blocking=True)
+        self.draft_rows.copy_(rows, non_blocking=self.draft_rows.is_cuda)
         self.maybe_compile(self.align, batch, plan.k)(batch, plan.k)
         return Draft(self.tokens, self.probs).cut(plan.k)
 

@@ -178,7 +178,8 @@ class Checkpoint:
         `quantize`: a scheme of quantize.py. Every matrix is quantized as it is read, so the model
             is never held in full precision. Without it, quantized folders and GGUF blocks that one
             of our schemes holds are loaded as stored. Another program's format that none of our
-            schemes represents exactly is requantized, with a note on stderr.
+            schemes represents exactly is requantized or held as plain weights, with a note on
+            stderr.
         `head_scheme`: a scheme for lm_head and a tied embedding, which otherwise stay as they are.
         `tp`: the Ranks over which the model is sharded. This process reads and holds its shard
         alone.
@@ -223,8 +224,9 @@ class Checkpoint:
         """The scheme, or the other program's quant_method, in its config.json; None for full
         precision."""
         layouts = own_layouts(self.hf, self.config_file)
-        quantization_config = self.hf.get("quantization_config") or {}
-        return layouts.block_scheme or quantization_config.get("quant_method")
+        quantization_config = self.hf.get("quantization_config")
+        is_foreign = isinstance(quantization_config, dict)  # anything else is refused elsewhere
+        return layouts.block_scheme or (is_foreign and quantization_config.get("quant_method"))
 
     def fingerprints(self) -> dict[str, str]:
         """Hashes of config.json, of the tensors and of the adapter.

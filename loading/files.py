@@ -180,8 +180,8 @@ def has_separate_head(tensors: Mapping[str, object]) -> bool:
     if head is None or len(parts) > 1:
         return bool(parts)  # a quantized one
     shape = head.get_shape()
-    if embedding.get_shape() != shape:
-        return True
+    if embedding.get_shape() != shape or len(shape) != 2 or 0 in shape:
+        return True  # the last two are refused by `check_headers`
     return any(
         not torch.equal(head[rows].float(), embedding[rows].float()) for rows in row_chunks(*shape)
     )

@@ -73,8 +73,8 @@ def choose_parts(
     schemes = [requested or tensor.scheme or (near if tensor.near else None) for tensor in stored]
     if len({*schemes}) == 1:
         return {name: schemes[0]}
-    if "experts" in name:  # a Stack joins whole matrices: they have one scheme, or none
-        return {name: near}
+    if "experts" in name:  # a Stack joins whole matrices: one scheme that loses little, or none
+        return {name: near if near == "int8" else None}
     return {f"{name}.{i}": scheme for i, scheme in enumerate(schemes)}
 
 

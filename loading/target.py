@@ -64,6 +64,11 @@ class Target:
             return read_config(Path(self.options.random_weights))
         return self.checkpoint.config
 
+    def close(self) -> None:
+        """Let go of the checkpoint, whose mapped pages would count as memory while weights are
+        packed. It is opened anew if it is asked for again."""
+        self.__dict__.pop("checkpoint", None)
+
 
 def load_target(
     options: ModelOptions | Target,

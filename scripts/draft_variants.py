@@ -32,7 +32,7 @@ UNCERTAIN = "the first {possible} may be equally good: take more prompts, or a l
 
 def check(variants: Sequence, k: int | str) -> None:
     """UserError for a draft without variants, and for a K that follows from its acceptance."""
-    if not variants:
+    if len(variants) < 2:
         raise UserError(
             "--variants: --a needs an EAGLE-3 or DFlash folder as --draft_checkpoint, or --draft"
             " mtp[:DIR]; the files of other drafts leave nothing open"

@@ -1,6 +1,7 @@
 """Tiny random folders of every family, made by transformers, the oracle that wrote the format."""
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import importlib.util
@@ -658,6 +659,12 @@ def folder_of(tmp_path_factory):
         return folder
 
     return make
+
+
+def in_context(model, length: int):
+    """The same model, of a context of so many positions."""
+    model.config = dataclasses.replace(model.config, max_seq_length=length)
+    return model
 
 
 def generate(model, prompts, *, engine: Engine | None = None, timing=None, **settings):

@@ -145,9 +145,15 @@ def folders() -> str:
 
 BLOCKS = {"families": families, "folders": folders}
 SIZE = re.compile(r"^(\| \[([\w/]+(?:\.py)?)\S*\) \| )[\d,]+ \| (\d* ?)\|", flags=re.M)
-CORE = ("generate.py", "model.py", "decoding/sampling.py", "decoding/batch.py")
+CORE = ("generate.py", "model.py", "decoding/sampling.py", "decoding/runner.py")
 # What a round takes besides.
-DRAFTING = ("speculative.py", "drafts/base.py", "decoding/engine.py", "decoding/planner.py")
+DRAFTING = (
+    "decoding/batch.py",
+    "speculative.py",
+    "drafts/base.py",
+    "decoding/engine.py",
+    "decoding/planner.py",
+)
 LINES_A_MINUTE = 30
 
 

@@ -55,6 +55,7 @@ def test_sharded_equals_single(folder_of, tmp_path):
     assert same_weights(single, load_model(tmp_path / "sharded", dtype=torch.float32))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", ["llama-3", "llama-3.2", "qwen2", "qwen3", "llama-biased", *NEW])
 def test_save_is_the_inverse_of_load(family, folder_of, tmp_path):
     """Tensor for tensor what transformers wrote, and transformers reads it back to the same

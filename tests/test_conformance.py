@@ -600,6 +600,7 @@ def sees(query, key):
 SINKS = {"windows": [None], "sees": sees}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "cache, options",
     [
@@ -646,6 +647,7 @@ def test_formats_conform(scheme):
     check_format(FORMATS[scheme])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", FORKED)
 def test_formats_of_ones_own_conform(name):
     check_format(FORKED[name])

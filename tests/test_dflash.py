@@ -304,6 +304,7 @@ class FewTokensTwin(DFlashTwin):
         return logits
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("anchor", [False, True])
 @pytest.mark.parametrize("draft_vocab", [V, 40])
 def test_speculators_layout_is_its_twin(draft_vocab, anchor, target, target_folder, tmp_path):
@@ -546,6 +547,14 @@ OPTIONS = PUBLISHED["dflash_config"]
             "dflash_config.causal = True is not supported",
         ),
         ({"is_causal": True}, "is_causal = True is not supported"),
+        (
+            {"is_causal": False, **SLIDING},
+            "is_causal = False is not supported: only layers with a window are causal",
+        ),
+        (
+            {"dflash_config": OPTIONS | {"causal": False}, **SLIDING},
+            "causal = False is not supported",
+        ),
         ({"sample_from_anchor": True}, "sample_from_anchor = True"),
         ({"draft_vocab_size": 90}, "draft_vocab_size = 90"),
         ({"speculators_model_type": "dflash"}, "speculators_model_type = 'dflash'"),

@@ -68,6 +68,7 @@ def quoted(engine: Engine) -> None:
     ask(engine, PROMPT + answer, 7, Sampling(0))
 
 
+@pytest.mark.one_in(3, 2)
 @pytest.mark.parametrize(
     "kind, k, rule, is_new",
     [
@@ -90,6 +91,7 @@ def test_a_seed_that_was_used_begins_as_in_a_new_engine(model, kind, k, rule, is
     assert (ask(engine, PROMPT, 5) == ask(new, PROMPT, 5)) == is_new
 
 
+@pytest.mark.one_in(3, 2)
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("k", ["auto", 3])
 def test_a_seed_that_is_new_shares_as_before(model, kind, k):
@@ -107,6 +109,7 @@ def test_a_seed_that_is_new_shares_as_before(model, kind, k):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rule, are_alone", [(Memories, True), (SharedByAll, False)])
 @pytest.mark.parametrize("kind", ["model", "suffix", "hybrid"])
 def test_rows_of_one_seed_choose_their_lengths_alone(model, kind, rule, are_alone):
@@ -163,6 +166,10 @@ def test_who_shares(monkeypatch):
     monkeypatch.setattr(decoding.memory, "MAX_SEEDS", len(memories.seeds))
     assert assigned(3).memory is assigned(4).memory is memories.shared
     assert len(memories.seeds) == 2 and assigned(1).memory is memories.shared
+    running.clear()
+    assert assigned(4).memory is not memories.shared, "it was used before"
+    assert assigned(5).memory is memories.shared
+    assert [*memories.seeds] == [4, 5], "the seed whose last use is the longest ago is forgotten"
 
 
 def test_a_draft_ends_at_its_rows_limit(model):

@@ -365,6 +365,7 @@ def test_a_broken_pard_is_caught(broken, target, target_folder, tmp_path):
     assert distance(target, drafter, pard_twin, folder, 32 if "plain" in broken else 0)[0] > 1e-3
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("own_embed", [None, V])
 def test_without_a_head_it_uses_the_targets(own_embed, tied, target, target_folder, tmp_path):
@@ -1142,3 +1143,10 @@ def replace_windows(model: Transformer, window: int) -> Transformer:
     other = layer_subset(model, range(model.config.n_layers))
     other.windows = (window,) * model.config.n_layers
     return other
+
+
+@pytest.mark.parametrize("spec", ["layers:0-1", "window:64", "quantized:int8", "ngram", "suffix"])
+@pytest.mark.parametrize("options", [{"quantize": "int8"}, {"sharded": True}])
+def test_a_draft_without_a_folder_takes_no_options_of_one(spec, options, target):
+    with pytest.raises(UserError, match=f"--draft {spec}: only a draft with a folder of its own"):
+        load_drafter(spec, target, None, **options)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import generate
+from conftest import generate, in_context
 from test_generate import PROMPTS, SAMPLED, rows_of
 
 import cli.opening as opening
@@ -289,7 +289,7 @@ def test_attention_runs_over_what_is_filled(folder_of):
         return hidden(tokens, pos, caches)
 
     model.hidden = watched
-    engine = Engine(model, 1, 2000)
+    engine = Engine(in_context(model, 2000), 1, 2000)
     rows_of(model, [[5, 6, 7]], engine=engine, max_new_tokens=4)
     rows_of(model, [[6] * 700], engine=engine, max_new_tokens=2)
     unit = engine.runner.length_multiple
@@ -425,7 +425,7 @@ def test_warm_up_runs_every_length_that_will_be_recorded(folder_of, k, monkeypat
         return caches
 
     drafter = ModelDraft(layer_subset(model, [0])) if k else None
-    engine = Engine(model, 1, 700, drafter=drafter, speculate_k=k or 5)
+    engine = Engine(in_context(model, 700), 1, 700, drafter=drafter, speculate_k=k or 5)
     for runner in engine.runners:
         runner.uses_cuda_graphs = True  # as on a GPU
     monkeypatch.setattr(ModelRunner, "slice_to", watched)

@@ -93,6 +93,7 @@ def refused(folder) -> bool:
 SIGNALS = {"SIGINT": 130, "SIGTERM": -signal.SIGTERM, "SIGKILL": -signal.SIGKILL}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", SIGNALS)
 def test_a_stopped_writer_leaves_nothing_that_loads(name, quantize_flags, tmp_path, monkeypatch):
     """Stopped at every third of the calls that change files: the output's name does not exist

@@ -485,8 +485,62 @@ def test_stop_ids_and_numbers_of_tokens_of_any_form(folder_of):
     ids = rows_of(model, PROMPTS[:1])[0]
     end = next(i for i, id in enumerate(ids) if id not in ids[:i] and i > 2)
     assert rows_of(model, PROMPTS[:1], stop_ids=iter([ids[end]])) == [ids[: end + 1]]
+    stop_ids = torch.tensor(ids[end : end + 1])
+    assert rows_of(model, PROMPTS[:1], stop_ids=stop_ids) == [ids[: end + 1]]
+    options = {"sampling": Sampling(0), "max_new_tokens": 20}
+    assert [*decode(model, PROMPTS[0], stop_ids=stop_ids, **options)] == ids[: end + 1]
     with pytest.raises(ValueError, match=r"max_new_tokens = 2\.5"):
         Engine(model, 1, 40).add_request(PROMPTS[0], sampling=Sampling(0), max_new_tokens=2.5)
+
+
+@pytest.mark.parametrize(
+    "prompt, settings, message",
+    [
+        ([5], {"stop_ids": [None]}, r"stop_ids = \[None\] must be token ids"),
+        ([None, 5], {}, "holds token id None, outside the vocabulary"),
+        (["a"], {}, "holds token id 'a', outside the vocabulary"),
+        ([5], {"prompt_logprobs": 5.0}, r"logprobs = 5\.0 must be a whole number"),
+        ([5], {"prompt_logprobs": -1}, "logprobs = -1 must be at least 0"),
+    ],
+)
+def test_a_request_that_cannot_run_is_refused_before_others_suffer(
+    folder_of, prompt, settings, message
+):
+    engine = Engine(load_model(folder_of("llama-3"), dtype=torch.float32), 2, 40)
+    options = {"sampling": Sampling(0), "max_new_tokens": 5}
+    other = engine.requests[engine.add_request([7, 8], **options)]
+    with pytest.raises(UserError, match=message):
+        engine.add_request(prompt, **options, **settings)
+    while engine.has_unfinished():
+        engine.step()
+    assert len(other.tokens) == 5 and other.error is None
+
+
+def test_an_engine_is_not_longer_than_its_model(folder_of):
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    context = model.config.max_seq_length
+    Engine(model, 1, context)
+    with pytest.raises(UserError, match=f"= {context + 1} is more than the model's {context}"):
+        Engine(model, 1, context + 1)
+
+
+def test_an_interrupted_step_ends_no_other_text_silently(folder_of, monkeypatch):
+    """Ctrl-C in the step of one program ends the requests of all: none looks complete."""
+    engine = Engine(load_model(folder_of("llama-3"), dtype=torch.float32), 2, 40)
+    tokens = engine.generate([[5, 6]], sampling=Sampling(0), max_new_tokens=20)
+    next(tokens)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine, "run", raiser(KeyboardInterrupt()))
+        engine.step()
+    with pytest.raises(UserError, match="a step was interrupted"):
+        list(tokens)
+
+
+def raiser(error: BaseException):
+    def call(*arguments, **options):
+        raise error
+
+    return call
 
 
 def test_one_timing_records_several_calls(folder_of):

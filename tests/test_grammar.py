@@ -317,6 +317,16 @@ def test_a_grammar_that_fails_ends_its_own_request_alone(model, tokenizer, gramm
     assert [requests[0].tokens, requests[2].tokens] == alone[:2]
 
 
+def test_a_request_whose_grammar_fails_has_its_error(model, grammars):
+    engine = Engine(model, 1, 200)
+    grammar = grammars.compile(optional_properties(600))
+    id = engine.add_request([5], sampling=Sampling(0), max_new_tokens=20, grammar=grammar)
+    request = engine.requests[id]
+    while engine.has_unfinished():
+        engine.step()
+    assert str(request.error) == str(grammar.error) and "the schema" in str(request.error)
+
+
 def test_without_the_library_or_an_end_one_line_says_what_helps(tokenizer, monkeypatch):
     with pytest.raises(ValueError, match=r"end token.*--ignore_eos"):
         JsonGrammars(tokenizer, frozenset())

@@ -52,7 +52,7 @@ class Spy:
 
     def __init__(self, engine: Engine):
         self.steps: list[tuple[int, list[int], int]] = []
-        plan = engine.make_step
+        plan = engine.prepare_step
 
         def planned(requests, *args):
             step = plan(requests, *args)
@@ -62,7 +62,7 @@ class Spy:
             assert step.runs_drafter == bool(rows)
             return step
 
-        engine.make_step = planned
+        engine.prepare_step = planned
 
     @property
     def rounds(self) -> dict[str, int]:

@@ -75,6 +75,7 @@ def test_nothing_is_refused_that_fits_to_the_byte(free, rows, length, options):
     check_memory(args, Target(args.model), CPU, ALONE, rows, length)
 
 
+@pytest.mark.one_in(3, 2)
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32", "fp8", "mxfp4"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_weights_count_as_the_processor_holds_them(scheme, dtype):

@@ -428,6 +428,7 @@ def story_folder(folder_of, text_folder, tmp_path_factory):
     return folder
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "flags",
     [

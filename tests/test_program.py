@@ -28,6 +28,7 @@ from conftest import BASE, FAMILIES, ROOT, forked, generate
 
 import cli.chat as chat_room
 import decoding.scheduler as scheduler
+import drafts.registry as registry
 import loading.files as files
 import loading.plain_files as plain_files
 from cli.answers import RowAnswer
@@ -44,7 +45,7 @@ from decoding.statistics import Timing
 from drafts.registry import load_models
 from generate import LLM
 from loading.checkpoint import load_model
-from loading.target import pick_device
+from loading.target import Target, pick_device
 from loading.tokenizer import load_tokenizer
 from scripts.serve.serve_flags import parse_args as serve_args
 from weights.linears import check_unpacked
@@ -626,6 +627,23 @@ def test_models_are_packed_once_they_are_loaded():
     for part in (model, drafter.model):
         with pytest.raises(ValueError, match="a packed model cannot be saved"):
             check_unpacked(part, "saved")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc names the mapped files")
+def test_no_file_stays_mapped_while_weights_are_packed(monkeypatch):
+    """The pages of a mapped file count as memory of the process."""
+    options = parse_args(["--checkpoint", "checkpoints/demo"])
+    target = Target(options.model)
+    mapped = []
+
+    def note_mapped(*models):
+        mapped.append("checkpoints/demo/" in Path("/proc/self/maps").read_text())
+
+    monkeypatch.setattr(registry, "pack_with", note_mapped)
+    assert target.checkpoint.tensors
+    note_mapped()  # the control
+    load_models(target, options.draft, torch.device("cpu"))
+    assert mapped == [True, False]
 
 
 def test_a_start_opens_each_file_once(text_folder, tmp_path, capsys, monkeypatch):

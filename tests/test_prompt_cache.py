@@ -16,6 +16,7 @@ from collections import Counter
 
 import pytest
 import torch
+from conftest import in_context
 from safetensors.torch import load_file, save_file
 from test_dflash import dflash_beside
 from test_drafts import SAFEAI, any_drafter, eagle_tensors, pard_folder, written
@@ -855,6 +856,7 @@ WRONG = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", WRONG)
 def test_a_wrong_file_is_refused(how, stored, tmp_path, capsys):
     file, flags = stored
@@ -936,7 +938,8 @@ def test_a_missing_checkpoint_is_named_as_without_the_flag(tmp_path):
 def test_an_interrupted_copy_of_a_prefix_lends_nothing(monkeypatch):
     """A request gets its slot before the prefix of another slot is copied to it. The slot of an
     aborted copy holds nothing that a later request could take."""
-    model, prompt = engine_of("plain").model, PROMPTS[0] * 2
+    model, prompt = copy.copy(engine_of("plain").model), PROMPTS[0] * 2
+    in_context(model, len(prompt) + 20)
 
     def pair(engine: Engine) -> list[list[int]]:
         options = {"sampling": Sampling(0), "max_new_tokens": 10}
@@ -964,7 +967,7 @@ def test_a_prompt_that_is_not_finite_lends_nothing_before_its_first_token(ends):
     """In a chunk with a NaN all positions may hold one (0 times NaN), also those before it. What
     the first token has not shown to be finite is not reused: not after an abort or a reset within
     the prompt, and not while it runs."""
-    model = copy.deepcopy(engine_of("plain").model)
+    model = in_context(copy.deepcopy(engine_of("plain").model), 200)
     common, poison = [*range(3, 43)], 60
     model.lm_head.weight = torch.nn.Parameter(
         model.lm_head.weight.detach().clone(), requires_grad=False

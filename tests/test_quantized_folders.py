@@ -729,9 +729,11 @@ def test_the_order_of_awq_matters(tmp_path):
         assert differ.float().mean() > 0.6, ours
 
 
-def test_symmetric_zero_points_tell_the_version(tmp_path):
-    """Version 2 in a folder that says 1: with sym, a stored 8 cannot mean 9."""
-    weights = build(tmp_path, gptq_config(sym=True), v2, symmetric=True)
+@pytest.mark.parametrize("sym", [True, None])
+def test_symmetric_zero_points_tell_the_version(sym, tmp_path):
+    """Version 2 in a folder that says 1: with sym, transformers' default, a stored 8 cannot mean
+    9."""
+    weights = build(tmp_path, gptq_config(sym=sym), v2, symmetric=True)
     assert_holds(load_model(tmp_path, dtype=torch.float32), weights)
 
 
@@ -1028,6 +1030,9 @@ def test_experts_in_unlike_schemes_are_counted(folder_of, tmp_path):
     assert not note()
     stored[up] = Stored((8, 8), "fp8")
     assert note().endswith("load as plain weights, 2.56e-07 GB in 16 bits: 1 in fp8, 1 in int8")
+    # 8 bits do not become 4 because others do.
+    stored[up] = Stored((8, 8), floats=torch.zeros, near="int4-g32", reason="its order")
+    assert note().endswith("1 in int8") and note("int8") == ""
     assert not note("int8")  # as which they load then
 
 

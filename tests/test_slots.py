@@ -10,7 +10,7 @@ import random
 
 import pytest
 import torch
-from conftest import generate
+from conftest import generate, in_context
 from test_dflash import dflash_folder
 from test_drafts import eagle_folder, pard_folder
 
@@ -236,8 +236,8 @@ def test_windows_long_texts_and_sinks(model_of, family):
 
 
 def test_equal_prompts_run_once(model_of, monkeypatch):
-    """All but their last token comes from the first, and that one runs in a step beside others.
-    Until then nobody may copy its position: the longer prompt has two tokens to run."""
+    """All but their last token comes from the first. Until that one has run nobody may copy its
+    position: the longer prompt has two tokens to run. A pass is padded to 8."""
     model, passes = model_of(), []
     prompt, hidden = [(7 * i) % V for i in range(40)], model.hidden
     settings = [
@@ -249,11 +249,13 @@ def test_equal_prompts_run_once(model_of, monkeypatch):
     ]
     engine = Engine(model, 4, LENGTH)
     monkeypatch.setattr(
-        engine.runner, "hidden", lambda *inputs: passes.append(1) or hidden(*inputs)
+        engine.runner,
+        "hidden",
+        lambda tokens, *rest: passes.append(tokens.size(1)) or hidden(tokens, *rest),
     )
     for arrival, tokens in zip(plan, run_schedule(engine, plan), strict=True):
         assert tokens == alone(model, {}, "none", arrival)
-    assert len(passes) == 2
+    assert passes == [40, 8, 8, 8, 8]
 
 
 @pytest.mark.attack
@@ -300,8 +302,8 @@ def test_a_parked_slot_keeps_its_positions_in_the_drafts_cache(model_of, kind):
         )
 
     drafter = drafter_of(kind, model)
-    drafter.model.config = dataclasses.replace(drafter.model.config, max_seq_length=length)
-    engine = Engine(model, 3, length, drafter=drafter, speculate_k=3)
+    in_context(drafter.model, length)
+    engine = Engine(in_context(model, length), 3, length, drafter=drafter, speculate_k=3)
     first = run(engine, [5, 6, 7], 80, False, 1)
     run(engine, prompt, 5, True, 5)
     run(engine, [9, 8, 7], 80, False, 40)

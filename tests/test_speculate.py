@@ -7,6 +7,7 @@ import torch
 from test_speculative import PROMPTS, pair
 
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
 from generate import decode
@@ -30,7 +31,15 @@ def by_token(*args, block: bool, **options):
     return accept(*args, **options)
 
 
-@pytest.mark.one_in(13, 8)
+@pytest.mark.parametrize("max_new_tokens", [None, "ten", float("inf"), 0])
+def test_a_number_of_tokens_that_is_none_is_refused(max_new_tokens):
+    target, _ = pair()
+    options = {"k": 2, "sampling": Sampling(0), "max_new_tokens": max_new_tokens}
+    with pytest.raises(UserError, match="max_new_tokens"):
+        next(speculate(target, None, [1, 2], **options))
+
+
+@pytest.mark.one_in(26, 8)
 @pytest.mark.parametrize("k", [4, 1])
 @pytest.mark.parametrize("block", [True, False], ids=["block", "token"])
 @pytest.mark.parametrize("path", SAMPLINGS)

@@ -172,7 +172,7 @@ def test_a_shorter_draft_context(text_folder, draft_folder, capsys, tmp_path):
         "--dtype",
         "float32",
     )
-    notice = "the draft's context ends at 50 positions, and it drafts nothing beyond"
+    notice = "the draft model's context ends at 50 positions; it drafts nothing beyond"
     for num_tokens, is_said in ((70, True), (40, False)):
         options = ("--max_new_tokens", num_tokens)
         plain, _ = run(capsys, *common, *options)

@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from conftest import generate
+from conftest import generate, in_context
 from steps import token_records
 from test_speculative import BASE, PROMPTS, NoSync, rows_of, tiny
 
@@ -243,7 +243,7 @@ def test_the_host_waits_for_nothing(model):
     for _ in range(12):
         requests = engine.scheduler.decoding()
         with torch.inference_mode(), NoSync():
-            step = engine.make_step(requests, engine.planner.plan(requests, []))
+            step = engine.prepare_step(requests, engine.planner.plan(requests, []))
             result = engine.run(step)
         engine.readback.send(result, step)
         engine.read(0)
@@ -260,7 +260,8 @@ class SlowLookUp(SuffixDraft):
 
 
 def test_look_ups_are_time_of_the_steps_and_of_the_drafter():
-    timing, engine = Timing(), Engine(tiny(3), 1, 40, drafter=SlowLookUp(), speculate_k=2)
+    model = in_context(tiny(3), 40)
+    timing, engine = Timing(), Engine(model, 1, 40, drafter=SlowLookUp(), speculate_k=2)
     options = {"engine": engine, "sampling": Sampling(0), "max_new_tokens": 20, "timing": timing}
     assert len([*generate(engine.model, [[1, 2, 3, 1, 2]], **options)]) == 20
     assert timing.decode_s >= timing.draft_s >= 0.01 * timing.steps > 0

@@ -9,8 +9,8 @@
     register_handle             a number for a module that the compiler cannot trace; module_of
                                 returns the module
 
-Four more workarounds live at the code they concern: `Block.forward` is a nested region, so that
-one block is compiled for all layers, and on a GPU so is the hash of sampling.uniform;
+More workarounds live at the code they concern, such as these: `Block.forward` is a nested region,
+so that one block is compiled for all layers, and on a GPU so is the hash of sampling.uniform;
 `Linear.forward` flattens its input before adding a bias; `ModelRunner` keeps one position of slack
 and never prefills a single position alone. benchmarks/NOTES.md has the time that each saves.
 """

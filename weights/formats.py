@@ -518,7 +518,7 @@ def quantize_tensor(
     check_columns(scheme, weight.size(1), f"weight of shape {tuple(weight.shape)}")
     format = FORMATS[scheme]
     if row_max is not None and format.scope != "row_max":
-        raise UserError(f"{scheme} needs full rows: pass all inputs, without row_max")
+        raise UserError(f"{scheme} takes no row_max: it has no scale per row")
     parts = {
         name: torch.empty(shape, dtype=dtype, device=weight.device)
         for name, (shape, dtype) in format.shapes(*weight.shape).items()

@@ -311,11 +311,7 @@ class Int8Linear(QuantizedLinear):
         if not self.is_packed or self.packed is not None or self.is_fused(x):
             return super().product(x)
         if x.device.type == "cpu":
-            y = x.to(self.kernel_scale.dtype)
-            # The kernel takes as long for each row of a prompt as for a step.
-            is_prompt = not torch.compiler.is_compiling() and len(x) > STEP_ROWS
-            y = self.prompt_product(y) if is_prompt else self.run_kernel(y)
-            return y.to(x.dtype)
+            return self.run_kernel(x.to(self.kernel_scale.dtype)).to(x.dtype)
         if x.dtype == torch.float16:
             return super().product(x)
         return F.linear(x, self.codes.to(x.dtype)) * self.kernel_scale
@@ -323,11 +319,17 @@ class Int8Linear(QuantizedLinear):
     def kernel(self, x: Tensor) -> Tensor:
         return torch._weight_int8pack_mm(x, self.codes, self.kernel_scale)
 
-    def prompt_product(self, x: Tensor) -> Tensor:
+    def run_kernel(self, x: Tensor) -> Tensor:
+        # The kernel takes as long for each row of a prompt as for a step.
+        if torch.compiler.is_compiling() or len(x) <= STEP_ROWS:
+            return super().run_kernel(x)
         dtype = cpu.product_dtype(x.dtype)
-        x = x.to(dtype)
-        parts = [F.linear(x, self.codes[rows].to(dtype)) for rows in row_chunks(*self.codes.shape)]
-        return torch.cat(parts, dim=1) * self.kernel_scale
+        inputs = x.to(dtype)
+        parts = [
+            F.linear(inputs, self.codes[rows].to(dtype)) for rows in row_chunks(*self.codes.shape)
+        ]
+        y = torch.cat(parts, dim=1) * self.kernel_scale
+        return y.to(x.dtype)
 
 
 class Int4Linear(QuantizedLinear):

@@ -3,5 +3,5 @@
 detection.py        the layout that a config.json announces
 layouts.py, floats.py    where each layout keeps codes and scales
 compressed_tensors.py    our formats -> a folder that other programs read
-merged_experts.py   gpt-oss's experts, which stand in one tensor
+merged_experts.py   experts that stand in one tensor, as gpt-oss's do; in plain weights too
 """

@@ -204,7 +204,7 @@ def gptq_layout(settings: dict) -> Gptq:
     )
     name = settings.get("checkpoint_format") or settings.get("format")
     version = 2 if name == "gptq_v2" else 1
-    symmetric = settings.get("sym") is True
+    symmetric = settings.get("sym") is not False  # as in transformers' GPTQConfig
     return Gptq(settings["bits"], read_group_size(settings), version=version, symmetric=symmetric)
 
 

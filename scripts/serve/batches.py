@@ -299,11 +299,10 @@ class Decoder:
         self.engine.planner.records_logprobs = self.engine.runner.compile or has_logprobs
 
     def end(self, row: Row) -> None:
-        grammar = row.job.grammar and row.request.grammar
-        if row.request.error is not None and grammar and grammar.error:
-            self.fail(row, grammar.error, 400)  # a mask without any token, no fault of the model
-        elif row.request.error is not None:
-            self.fail(row, row.request.error)
+        error = row.request.error
+        if error is not None:
+            is_of_grammar = row.job.grammar and row.request.grammar.error
+            self.fail(row, error, 400 if is_of_grammar else 500)  # no fault of the model
         else:
             self.count([row], row.finish_reason)
             row.send(self.ending(row))
