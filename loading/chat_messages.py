@@ -3,12 +3,14 @@
     message_forms    a conversation in the forms that a template may expect, the commonest first
     first_text       its text in the first form that the template takes
     Watched          a message that knows which of its keys a template has read
-    join_parts       a message's content as one text; split_parts: as a list of parts
+    join_parts       a message's content as one text; split_parts: as a list of parts;  keep_parts
+                     as it is, if it can be read
 
 No function here knows a tokenizer or jinja.
 """
 
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 
@@ -39,9 +41,15 @@ def join_parts(content: object) -> object:
     return "".join(texts)
 
 
+def keep_parts(content: object) -> object:
+    """A message's content as it is. ContentError as of `join_parts`."""
+    join_parts(content)
+    return content
+
+
 def split_parts(content: object) -> object:
-    """A message's text as a list of parts."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+    """A message's content as a list of parts. ContentError as of `join_parts`."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else keep_parts(content)
 
 
 def parse_arguments(arguments: object) -> object:
@@ -92,20 +100,25 @@ def message_forms(
     messages: list[dict], developer: str, content_form: Callable[[object], object]
 ) -> Iterator[list[dict]]:
     """The conversation in the forms that a template may expect, the commonest first; none comes
-    twice, and without tool calls there is one. `developer`: the role that developers have there.
+    twice, and without tool calls and content in parts there is one. `developer`: the role that
+    developers have there. A template may loop over the parts of some roles, and read a text of
+    others.
 
     DeepSeek's templates join a call's arguments as text, others write them by tojson or read their
     members. Beside calls some read a null content and refuse the missing one that transformers
     gives them, others join an empty one.
     """
     earlier = []
-    for no_text in ({}, {"content": None}, {"content": ""}):
-        for arguments in (parse_arguments, write_arguments, wrap_arguments):
-            write = functools.partial(write_message, developer, content_form, no_text, arguments)
-            form = list(map(write, messages))
-            if form not in earlier:
-                earlier.append(form)
-                yield form
+    for choice in itertools.product(
+        (content_form, join_parts),
+        ({}, {"content": None}, {"content": ""}),
+        (parse_arguments, write_arguments, wrap_arguments),
+    ):
+        write = functools.partial(write_message, developer, *choice)
+        form = list(map(write, messages))
+        if form not in earlier:
+            earlier.append(form)
+            yield form
 
 
 def write_message(

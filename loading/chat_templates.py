@@ -24,6 +24,7 @@ from loading.chat_messages import (
     check_read,
     is_shown,
     join_parts,
+    keep_parts,
     split_parts,
     with_more,
 )
@@ -151,6 +152,9 @@ class ChatTemplate:
         for number, message in enumerate(messages):
             if message.get("role") != "assistant" and not is_shown(message, text):
                 self.check_shown(number, text, variables)
+            content = message.get("content")
+            if isinstance(content, list) and any(str(part) in text for part in content):
+                raise LossError(f"messages[{number}]: the chat template takes text, no parts")
         return text
 
     def check_shown(self, number: int, text: str, variables: dict) -> None:
@@ -176,7 +180,7 @@ def content_form(tree: nodes.Template) -> Callable[[object], object]:
     if not any(is_content(loop.iter) for loop in tree.find_all(nodes.For)):
         return join_parts
     if any(test.name == "string" and is_content(test.node) for test in tree.find_all(nodes.Test)):
-        return lambda content: content
+        return keep_parts
     return split_parts
 
 

@@ -24,7 +24,7 @@ import torch
 from decoding.errors import UserError
 from loading.gguf import parse
 from loading.plain_files import error_prefix, refused, short_repr
-from loading.tokenizers.base import HARMONY_NAMES
+from loading.tokenizers.base import MESSAGE_ENDS
 from loading.tokenizers.ranks import LLAMA3_PATTERN, TEKKEN_PATTERN
 
 # ------------------------------------------------------------------------------ splits and types
@@ -215,12 +215,26 @@ class Vocabulary:
                 for id, token_type in enumerate(self.types)
                 if token_type == USER_DEFINED
             }
+            config["added_tokens_decoder"] |= self.stripping_tokens()
         templates = [
             {"name": key.removeprefix(TEMPLATE_KEY)[1:] or "default", "template": source}
             for key, source in self.keys.items()
             if f"{key}.".startswith(f"{TEMPLATE_KEY}.")
         ]
         return config | {"chat_template": templates or None}
+
+    def stripping_tokens(self) -> dict[int, dict]:
+        """Phi-3's special tokens, which take away white space after them. No key says so: as in
+        llama.cpp (llama-vocab.cpp), the model's name does."""
+        name = str(self.keys.get("general.name")).lower()
+        if not ("phi-3" in name or "phi3" in name):
+            return {}
+        keeping = ("<unk>", "<s>", "<|endoftext|>")
+        return {
+            id: {"content": token, "special": True, "rstrip": True}
+            for id, token in enumerate(self.tokens)
+            if self.types[id] == CONTROL and token not in keeping
+        }
 
     def generation_config(self) -> dict:
         """The ids that end a text, a turn or a message to a tool: those of the keys, and those with
@@ -230,9 +244,10 @@ class Vocabulary:
             for id, token in enumerate(self.tokens)
             if token in END_NAMES and self.types[id] == CONTROL
         }
-        if ids.keys() >= HARMONY_NAMES:
-            ids.pop("<|end|>", None)  # it ends a message there, and the answer follows
-        end_ids = {*special_ids(self.keys, "eos", "eot", "eom").values(), *ids.values()}
+        if any(ids.keys() >= ends for ends in MESSAGE_ENDS):
+            ids.pop("<|end|>", None)
+        stored = special_ids(self.keys, "eos", "eot", "eom").values()
+        end_ids = {*ids.values(), *(id for id in stored if 0 <= id < len(self.tokens))}
         return {"eos_token_id": sorted(end_ids)} if end_ids else {}
 
     def tokenizer_json(self) -> bytes:

@@ -50,7 +50,9 @@ def download(repo: str, revision: str | None = None, gguf_type: str | None = Non
             ignore_patterns=DUPLICATES,
         )
         return Path(folder)
-    patterns = [f"*[-.]{gguf_type}.gguf", f"*[-.]{gguf_type}-?????-of-?????.gguf"]
+    # Some publishers write types in small letters, and the hub compares case.
+    letters = "".join(f"[{c.lower()}{c.upper()}]" if c.isalpha() else c for c in gguf_type)
+    patterns = [f"*[-.]{letters}.gguf", f"*[-.]{letters}-?????-of-?????.gguf"]
     folder = Path(
         snapshot_download(
             repo, revision=revision, allow_patterns=patterns, ignore_patterns=[f"*{VISION}*"]

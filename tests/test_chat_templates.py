@@ -169,6 +169,32 @@ def test_templates_see_messages_as_users_wrote_them(chat_folder):
     assert tokenizer.decode(tokenizer.chat([{"role": "user", "content": "a <s>"}])) == "A <S>"
 
 
+PARTS = (
+    "{% for m in messages %}{% if m.role == 'user' %}{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}"
+    "{% elif m.role == 'system' %}{{ m.content if m.content is string else m.content[0].text }}"
+    "{% else %}[{{ m.content }}]{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("chat_folder", ["mistral"], indirect=True)
+@pytest.mark.parametrize("role", ["user", "system", "tool"])
+def test_parts_are_text_where_a_template_does_not_loop_over_them(chat_folder, role):
+    """Templates loop over a user's parts, read a system message's first, and write a tool's as they
+    are: no prompt has a list in Python's words, and none loses a part."""
+    (chat_folder / "chat_template.jinja").write_text(PARTS)
+    tokenizer = load_tokenizer(chat_folder)
+    user = {"role": "user", "content": "b"}
+    texts = []
+    for content in ("the cat", [{"type": "text", "text": text} for text in ("the", " cat")]):
+        message = {"role": role, "content": content}
+        texts.append(conversation_ids(tokenizer, [message, user]))
+    assert texts[0] == texts[1]
+    with pytest.raises(UserError, match="content holds"):
+        image = [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "a"}]
+        conversation_ids(tokenizer, [{"role": role, "content": image}, user])
+
+
 @pytest.mark.parametrize("chat_folder", ["mistral"], indirect=True)
 def test_what_templates_are_given(chat_folder):
     """Names that only the model knows, tools as none, and the tag that marks training text."""

@@ -34,6 +34,7 @@ from loading.checkpoint import load_config, load_model
 from loading.quantization import choose_schemes
 from loading.saving import save_model
 from loading.tokenizer import copy_files, load_tokenizer
+from loading.tokenizers.base import end_ids
 from tp import Ranks
 from weights.walker import named_linears, quantized_linears
 
@@ -986,6 +987,43 @@ def test_padding_of_the_unknown_type_is_no_second_unknown_token(
     for text in (*TEXTS, "a [PAD1] b"):
         assert got.encode(text) == want.encode(text), text
     assert got.specials == want.specials and got.vocab_size == want.vocab_size + len(padding)
+
+
+@pytest.mark.parametrize(
+    ("names", "stored", "ends"),
+    [
+        (["<|end|>", "<|endoftext|>"], 4, [4, 5]),
+        (["<|end|>", "<|endoftext|>", "<|call|>", "<|return|>"], 7, [5, 6, 7]),  # gpt-oss
+        (["<|end|>", "<|endoftext|>", "<|calls|>", "<|flush|>"], 7, [5, 6, 7]),  # Solar Open
+        (["<|end|>"], 2**32 - 1, [4]),  # an id that is not set
+    ],
+)
+def test_what_ends_a_text(names, stored, ends):
+    """<|end|> ends a message, and not the text, where others end that."""
+    keys = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.eos_token_id": stored}
+    keys["tokenizer.ggml.tokens"] = ["<unk>", "<s>", "a", "b", *names]
+    keys["tokenizer.ggml.token_type"] = [2, 3, 1, 1, *[3] * len(names)]
+    assert gguf_vocabulary.Vocabulary(keys).generation_config() == {"eos_token_id": ends}
+    ids = {name: 4 + number for number, name in enumerate(names)}
+    if len(names) == 4:
+        assert end_ids(ids) == {5, 6, 7}
+
+
+@pytest.mark.parametrize("name", ["Phi-3 mini", "phi3", "Llama 3"])
+def test_phi_3s_special_tokens_take_white_space_after_them(name, tmp_path, story_tokenizer):
+    """By the model's name alone, as in llama.cpp; not <s>."""
+
+    def keys(writer):
+        from_sentencepiece(writer, story_tokenizer, ("<|user|>", "<|end|>"), 3)
+        writer.add_name(name)
+
+    tokenizer = load_tokenizer(write_vocabulary(tmp_path / "v.gguf", keys))
+    text = "<s>\n<|user|>\nthe cat<|end|>\n<|user|>\n"
+    ids = tokenizer.encode(text, parse_special=True, bos=False)
+    stripped = tokenizer.encode(
+        "<s>\n<|user|>the cat<|end|><|user|>", parse_special=True, bos=False
+    )
+    assert (ids == stripped) == name.lower().startswith("phi")
 
 
 @pytest.mark.parametrize("unknown", [-1, 4, None])

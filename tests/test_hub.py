@@ -275,6 +275,8 @@ def test_a_type_is_one_model(hub, tmp_path):
         "UD-Q4_K_XL": "m-UD-Q4_K_XL.gguf",
         "Q4_K_M": "m-Q4_K_M.gguf",
         "iq4_xs": "m-iq4_xs.gguf",
+        "IQ4_XS": "m-iq4_xs.gguf",  # publishers differ in case
+        "q4_k_m": "m-Q4_K_M.gguf",
         "Q8_0": parts[0],
     }
     names = [f"tiny/types:{type}" for type in expected]

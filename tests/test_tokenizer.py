@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import unicodedata
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import ROOT
@@ -138,6 +139,7 @@ def test_stop_ids_may_stand_in_the_text_models_part(json_folder, tmp_path):
     for config, expected in (
         ({"text_config": {"eos_token_id": [7]}}, {7}),
         ({"text_config": 3, "eos_token_id": 8}, {8}),
+        ({"text_config": {"eos_token_id": 7}, "eos_token_id": None}, {7}),
     ):
         (folder / "config.json").write_text(json.dumps(config))
         assert expected < load_tokenizer(folder).stop_ids
@@ -1434,3 +1436,22 @@ def test_the_space_in_front_is_transformers_whatever_the_file_says(prefix_models
                     settings,
                     text,
                 )
+
+
+def test_threads_encode_in_modes_of_their_own(text_folder, sp_folder):
+    """Chats read marks as tokens while another thread encodes text: the library has one switch for
+    both."""
+
+    def encode_often(runtime, text: str, parse_special: bool) -> set[tuple]:
+        return {tuple(runtime.encode(text, parse_special)) for _ in range(3000)}
+
+    for folder in (text_folder, sp_folder):
+        tokenizer = load_tokenizer(folder)
+        runtime = tokenizer.runtime
+        name, id = next(iter(tokenizer.specials.items()))
+        text = f"the {name} cat"
+        want = [{tuple(runtime.encode(text, mode))} for mode in (False, True)]
+        assert want[0] != want[1] and all(id in ids for ids in want[1])
+        with ThreadPoolExecutor(2) as threads:
+            found = threads.map(encode_often, [runtime] * 2, [text] * 2, (False, True))
+            assert [*found] == want

@@ -7,6 +7,7 @@ library_errors      every exception of a library, Rust's panics among them, as a
 
 import contextlib
 import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,7 +22,8 @@ END_NAMES = """
 <end_of_turn> <｜end▁of▁sentence｜>
 """
 # In gpt-oss's vocabulary <|end|> ends a message, such as the analysis, and the answer follows.
-HARMONY_NAMES = {"<|call|>", "<|return|>"}
+# Of gpt-oss and of Solar Open, where <|end|> ends a message, and the answer follows.
+MESSAGE_ENDS = ({"<|call|>", "<|return|>"}, {"<|calls|>", "<|flush|>"})
 
 
 # Two noncharacters, put inside a name, keep it from becoming a token.
@@ -46,6 +48,7 @@ class Runtime(ABC):
         literals_are_raw: bool = False,
     ):
         """`bos_id` and `eos_id` are special tokens, or there are none."""
+        self._lock = threading.Lock()  # a library encodes in one mode at a time
         self.vocab_size = vocab_size  # one more than the largest id
         self.specials = specials  # name -> id, matched with parse_special alone
         self.literals = literals  # name -> id, matched in any text
@@ -83,8 +86,9 @@ class Runtime(ABC):
 def end_ids(ids: Mapping[str, int]) -> set[int]:
     """The tokens that end a turn or a text, of those with names."""
     names = END_NAMES.split()
-    if ids.keys() >= HARMONY_NAMES:
-        names = [*HARMONY_NAMES, "<|endoftext|>"]
+    for ends in MESSAGE_ENDS:
+        if ids.keys() >= ends:
+            names = [*ends, "<|endoftext|>"]
     return {ids[name] for name in names if name in ids}
 
 

@@ -81,8 +81,9 @@ class SentencePieceRuntime(Runtime):
         self.strip_first_space = self._space_at_start
 
     def encode(self, text: str, parse_special: bool = False) -> list[int]:
-        self._splitter.encode_special_tokens = not parse_special
-        encoding = self._splitter.encode(text, add_special_tokens=False)
+        with self._lock:
+            self._splitter.encode_special_tokens = not parse_special
+            encoding = self._splitter.encode(text, add_special_tokens=False)
         puts_space = self._space_at_start
         ids = []
         for split_id, (start, end) in zip(encoding.ids, encoding.offsets):
@@ -99,7 +100,8 @@ class SentencePieceRuntime(Runtime):
     def _encode_part(self, text: str, puts_space: bool) -> list[int]:
         if puts_space and (self._space_before_space or not text.startswith((" ", "▁"))):
             text = " " + text
-        # Without byte fallback, unknown neighbours are one token.
+        # Without byte fallback, unknown neighbours are one token: MARK's last one holds the text's
+        # first too, if that is unknown, and is not dropped.
         is_fused = self._model.unk_id() in self._model.encode(text[:1])
         return self._model.encode(MARK + text)[self._mark_length - is_fused :]
 

@@ -140,8 +140,9 @@ class TokenizerSettings:
     def eos_ids(self) -> set[int]:
         """The ids in eos_token_id of config.json and generation_config.json, a number or a list in
         each. A config.json that wraps a text model may hold them in its text_config."""
+        not_null = {key: value for key, value in self.config.items() if value is not None}
         fields_by_file = {
-            "config.json": self.text_config | self.config,
+            "config.json": self.text_config | not_null,
             "generation_config.json": self.generation_config,
         }
         eos_ids = set()

@@ -78,8 +78,8 @@ class TokenizersRuntime(Runtime):
         self.add_bos = bool(ids if add_bos is None else add_bos)
 
     def encode(self, text: str, parse_special: bool = False) -> list[int]:
-        self._model.encode_special_tokens = not parse_special
-        with library_errors(self._file, "this tokenizer cannot encode the text"):
+        with self._lock, library_errors(self._file, "this tokenizer cannot encode the text"):
+            self._model.encode_special_tokens = not parse_special
             ids = self._model.encode(text, add_special_tokens=False).ids
         return [id for id in ids if id != self._apart_id]
 
