@@ -185,12 +185,12 @@ class LLM:
         self.engine = engine
         self.lock = FairLock()  # of the engine and of `running`
         self.tokenizer = tokenizer
-        self.tokenizer_lock = threading.Lock()  # for it encodes in one mode at a time
         self.stop_ids = frozenset(tokenizer.stop_ids if stop_ids is None else stop_ids)
         self.sampling = {"temperature": DEFAULT_TEMPERATURE}  # of calls that bring none
         self.running: dict[int, Answer] = {}  # by the id of their request
         self.logits_processor = engine.options.logits_processor  # of calls that bring none
         self.grammars = None  # made when a schema first comes
+        self.grammar_lock = threading.Lock()
 
     # ------------------------------------------------------------------------------- for programs
 
@@ -281,13 +281,12 @@ class LLM:
         template = validation.check_template(is_conversation, **template)
         if parse_special and not is_text:
             raise UserError("parse_special: only a text can name special tokens")
-        with self.tokenizer_lock:
-            if is_text:
-                return self.tokenizer.encode(prompt, parse_special=parse_special)
-            if is_conversation:
-                from loading.tokenizer import conversation_ids
+        if is_text:
+            return self.tokenizer.encode(prompt, parse_special=parse_special)
+        if is_conversation:
+            from loading.tokenizer import conversation_ids
 
-                return conversation_ids(self.tokenizer, prompt, **template)
+            return conversation_ids(self.tokenizer, prompt, **template)
         for id in prompt:
             if not isinstance(id, Integral):
                 raise UserError(f"{id!r:.99} in a list of token ids is no integer")
@@ -298,7 +297,7 @@ class LLM:
         from decoding.grammar import JsonGrammars
 
         validation.check_schema(schema)
-        with self.tokenizer_lock:
+        with self.grammar_lock:
             if self.grammars is None:
                 self.grammars = JsonGrammars(self.tokenizer, self.stop_ids)
             return self.grammars.compile(schema)

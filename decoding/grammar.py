@@ -32,6 +32,7 @@ class JsonGrammars:
             import llguidance
         except ImportError:
             raise UserError("JSON answers need llguidance: pip install llguidance") from None
+        stop_ids = {id for id in stop_ids if id < tokenizer.vocab_size}
         if not stop_ids:
             raise UserError(
                 "JSON answers need an end token: the model has none, or --ignore_eos ignores it"

@@ -11,10 +11,10 @@ class StopStrings:
     """A filter that passes text through up to the first stop string and holds back a possible
     beginning of one. Empty stop strings, which clients send in place of none, are ignored.
 
-    Special tokens have no text. A stop string that contains the name of one (`specials`: name ->
-    id) also matches the token itself: in the held-back text each such token is represented by a
-    surrogate, a character that decoded text never contains. A special token in the middle of
-    another stop string therefore prevents that match.
+    Special tokens have no text unless they are visible. A stop string that contains the name of one
+    (`specials`: name -> id) also matches the token itself: in the held-back text each such token is
+    represented by a surrogate, a character that decoded text never contains. A special token in the
+    middle of another stop string therefore prevents that match.
     """
 
     def __init__(
@@ -25,6 +25,7 @@ class StopStrings:
         stops = [stop for stop in stops if stop]
         self.stops = {*stops}
         self.mark_by_id = {}
+        self.texts = {}  # of marks
         names = [name for name in specials or {} if any(name in stop for stop in stops)]
         names.sort(key=len, reverse=True)
         for mark, name in enumerate(names, start=0xD800):
@@ -42,10 +43,12 @@ class StopStrings:
     ) -> str:
         """`feed` the text that a decoder, `stream`, makes of a token. The `is_last` one, which ends
         the answer, has no text."""
-        text = self.mark_by_id.get(id)
-        if text is None:
-            text = "" if is_last else stream.feed(id)
-        return self.feed(text)
+        text = "" if is_last else stream.feed(id)
+        mark = self.mark_by_id.get(id)
+        if mark is None:
+            return self.feed(text)
+        self.texts[mark] = text  # special tokens have none, but where they are visible
+        return self.feed(mark)
 
     def feed(self, text: str) -> str:
         """The text that is now certain to precede every stop string. Sets `stopped` once the first
@@ -72,7 +75,7 @@ class StopStrings:
         if begin <= length:
             self.stopped = True
             self.pending = ""
-        return MARKS.sub("", text)
+        return MARKS.sub(lambda mark: self.texts[mark[0]], text)
 
     def _overlap(self, stop: str) -> int:
         """How many characters at the end of the text held back could begin this stop string."""

@@ -16,6 +16,7 @@ from test_speculative import LONG_PROMPT, p_value, tiny
 
 import decoding.readback as timing
 from decoding.engine import Engine
+from decoding.errors import UserError
 from decoding.grammar import Grammar, JsonGrammars
 from decoding.sampling import Sampling
 from drafts.base import ModelDraft
@@ -315,6 +316,17 @@ def test_a_grammar_that_fails_ends_its_own_request_alone(model, tokenizer, gramm
     requests = answers(Engine(model, 3, 200), tokenizer, [rows[0], ("Tom", 0, 0, broken), rows[1]])
     assert requests[1].finish_reason == "error" and "not finite" in str(requests[1].error)
     assert [requests[0].tokens, requests[2].tokens] == alone[:2]
+
+
+def test_an_end_that_only_the_model_has_is_no_tokens(tokenizer, grammars):
+    """config.json may name an id beyond the tokenizer's vocabulary."""
+    ends = tokenizer.stop_ids | {tokenizer.vocab_size + 5}
+    masks = [
+        made.compile(SCHEMA).masks([])[0] for made in (grammars, JsonGrammars(tokenizer, ends))
+    ]
+    assert torch.equal(*masks)
+    with pytest.raises(UserError, match="need an end token"):
+        JsonGrammars(tokenizer, {tokenizer.vocab_size + 5})
 
 
 def test_a_request_whose_grammar_fails_has_its_error(model, grammars):

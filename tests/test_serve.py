@@ -881,6 +881,8 @@ def test_flags_that_mean_nothing_to_a_server_are_refused(capsys):
         (["--output", "x"], "--output"),
         (["--ordered"], "--ordered"),
         (["--cors", "http://a.example/"], "--cors http://a.example/: an origin is"),
+        (["--cors", "http://[::1"], "--cors http://[::1: an origin is"),
+        (["--host", "é..x"], "--host é..x --port"),
     ):
         with pytest.raises(SystemExit) as exit:
             serve.main([*flags, "--device", "cpu"])

@@ -53,6 +53,16 @@ def test_empty_stop_strings_are_ignored():
     assert stops.feed("a x") == "a " and stops.stopped
 
 
+def test_a_visible_special_token_stays_in_the_text(sp_folder):
+    """Where a parser reads marks, one that also stands in a stop string is no less a mark."""
+    tokenizer = load_tokenizer(sp_folder)
+    cat, dog = (tokenizer.encode(text, bos=False) for text in ("cat", "dog"))
+    stream = tokenizer.stream(visible=["<s>"])
+    stops = StopStrings(["<s> dog"], tokenizer.specials)
+    texts = [stops.feed_token(id, stream, is_last=False) for id in (*cat, 1, *cat, 1, *dog)]
+    assert "".join(texts) + stops.flush() == "cat<s> cat" and stops.stopped
+
+
 def test_a_stop_string_that_names_special_tokens_ends_at_them(sp_folder):
     """They have no text. Among other characters the name matches in order; a part of a name does
     not match the token, and a text that spells the name is a text as before."""

@@ -37,7 +37,13 @@ from scripts.serve.message_parser import MessageParser
 from scripts.serve.openai_form import Refusal, read_request
 from scripts.serve.serve import Api
 from scripts.serve.serve_flags import parse_args
-from scripts.serve.tool_calls import CALL_FORMATS, THOUGHTS, answer_grammar, calls_rule
+from scripts.serve.tool_calls import (
+    CALL_FORMATS,
+    THOUGHTS,
+    answer_grammar,
+    calls_rule,
+    schema_types,
+)
 
 DEMO = ROOT / "checkpoints" / "demo"
 TURN = "<|turn|>"  # begins every answer
@@ -512,6 +518,25 @@ def test_a_grammar_of_parameters_allows_what_the_schema_does(family):
     assert not is_allowed(("f", {**full, "n": 2})) and not is_allowed(("f", {**full, "n": "3!"}))
     assert not is_allowed(("f", {**full, "unit": "km"})) and not is_allowed(("f", {**full, "x": 1}))
     assert not is_allowed(("h", {}))
+
+
+def test_a_parameters_name_may_be_a_word_of_the_form():
+    """Forms have the words KEY and VALUE where names and values stand."""
+    schema = {
+        "properties": {name: {"enum": ["ab"], "type": "string"} for name in ("VALUE", "MAX_KEY")}
+    }
+    for form in CALL_FORMATS:
+        if form.parameter:
+            rule = calls_rule(form, {"f": schema}, True, {})
+            head, _ = form.parameter.split("VALUE")
+            text = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', rule))  # of the rule's quoted parts
+            for name in ("VALUE", "MAX_KEY"):
+                assert json.dumps(head.replace("KEY", name))[1:-1] in text, rule
+
+
+def test_types_of_alternatives_are_all_of_theirs():
+    nested = {"anyOf": [{"type": ["string", "null"]}, {"oneOf": [{"type": "integer"}, {}]}]}
+    assert schema_types(nested) == ["string", "null", "integer"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from decoding.errors import UserError
 from decoding.grammar import Grammar, JsonGrammars
 from loading.tokenizer import Tokenizer
 from scripts.serve.message_parser import MessageParser
@@ -83,7 +84,11 @@ class MessageForm:
         specials = self.tokenizer.specials
         if tools:
             schemas = schemas_by_name(tools)
-            rules.append(calls_rule(self.calls, schemas, request.is_parallel, specials))
+            try:
+                rules.append(calls_rule(self.calls, schemas, request.is_parallel, specials))
+            except UserError as error:
+                logged = "tools: the schema cannot be obeyed"
+                raise Refusal(f"tools: {error}", "tools", logged=logged) from None
         value_end = self.calls.value_end if tools else ""
         rule = " | ".join(rules)
         source = answer_grammar(self.thoughts, rule, self.is_thinking, specials, value_end)

@@ -433,7 +433,8 @@ class Api:
                 raise UserError(f"JSON answers need an end token: {reason}")
             return form.grammar(self.grammars)
         except (UserError, RecursionError) as error:
-            raise Refusal(f"{key}: {error}", key) from None
+            logged = f"{key}: the schema cannot be obeyed"  # the message quotes it
+            raise Refusal(f"{key}: {error}", key, logged=logged) from None
 
     def encode_prompts(self, request: TextRequest) -> list[EncodedPrompt]:
         """Refusal for a prompt, or a number of tokens, that does not fit."""
@@ -665,7 +666,7 @@ def listen(flags: ServerOptions) -> socket.socket:
     family = socket.AF_INET6 if ":" in flags.host else socket.AF_INET
     try:
         return socket.create_server((flags.host, flags.port), family=family)
-    except OSError as error:
+    except (OSError, TypeError, UnicodeError) as error:
         raise UserError(
             f"--host {flags.host} --port {flags.port}: cannot listen there: {error}"
         ) from None

@@ -42,11 +42,18 @@ class ServerOptions:
         if not 0 <= self.port < 2**16:
             raise UserError(f"--port {self.port} must lie between 0 and 65535")
         for origin in self.cors or ():
-            parts = urlsplit(origin)
-            if origin not in ("*", f"{parts.scheme}://{parts.netloc}") or origin == "://":
+            if origin != "*" and not is_origin(origin):
                 raise UserError(
                     f"--cors {origin}: an origin is SCHEME://HOST[:PORT] without a path, or *"
                 )
+
+
+def is_origin(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+    except ValueError:  # such as half an IPv6 address
+        return False
+    return text == f"{parts.scheme}://{parts.netloc}" != "://"
 
 
 def parse_args(argv: Sequence[str] | None = None) -> ServerOptions:

@@ -15,6 +15,7 @@ Devstral, gpt-oss, GLM-4.5 and MiniMax-M2, and vLLM's tool and reasoning parsers
 
 import contextlib
 import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -275,7 +276,7 @@ def schema_types(schema: object) -> list:
         case {"type": list(names)}:
             return names
         case {"anyOf": list(parts)} | {"oneOf": list(parts)}:
-            return [part["type"] for part in parts if isinstance(part, dict) and "type" in part]
+            return list(itertools.chain(*map(schema_types, parts)))
     return []
 
 
@@ -339,7 +340,7 @@ def parameter_rule(
     """A parameter and its value: the text of a string, or JSON."""
     if not re.fullmatch(KEY, key):
         raise UserError(f"the schema: {key!r:.99} is no parameter's name in this model's form")
-    head, _, tail = form.parameter.replace("KEY", key).partition("VALUE")
+    head, tail = (part.replace("KEY", key) for part in form.parameter.split("VALUE"))
     if schema_types(schema) != ["string"]:
         return f"{quote(head)} {json_rule({**definitions, **schema})} {quote(tail)}"
     check_keys(key, schema, "type", "enum")
