@@ -21,6 +21,7 @@ from cli.exits import print_status
 from cli.options import QuantizeOptions
 from decoding.errors import UserError
 from loading.checkpoint import Checkpoint
+from loading.config import text_part
 from loading.files import complete_folder, shard_name, stored_dtype, write_index
 from loading.plain_files import error_prefix, utf8_text
 from loading.stored import Stored
@@ -54,11 +55,12 @@ def run(options: QuantizeOptions) -> None:
     needs_float32 = options.method == "gptq" or has_long_weights(checkpoint, dtype)
     model = models.empty_model(config, torch.float32 if needs_float32 else dtype)
     load_ends(model, source.tensors, device, options.checkpoint)
+    states = calibration_states(options, model) if options.method == "gptq" else []
     output = Path(options.output)
     with complete_folder(output) as partial:
-        files = write_shards(partial, model, source.tensors, options, dtype, is_portable)
+        files = write_shards(partial, model, source.tensors, options, dtype, is_portable, states)
         copy_files(checkpoint.path, partial)
-        hf = checkpoint.hf | {"quantization": {"method": options.method}}
+        hf = text_part(checkpoint.hf) | {"quantization": {"method": options.method}}
         if options.dtype or checkpoint.is_gguf:
             hf["dtype"] = models.dtype_name(dtype)
         saving.write_config(partial, model, hf, is_portable)
@@ -133,11 +135,11 @@ def write_shards(
     options: QuantizeOptions,
     dtype: torch.dtype,
     is_portable: bool,
+    states: list[Tensor],
 ) -> dict[str, str]:
     """Read, quantize and write the layers one by one, then the ends; returns the index of the
-    files."""
+    files. `states`: the inputs of the first layer to calibrate with."""
     names = saving.names_by_shard(model)
-    states = calibration_states(options, model) if options.method == "gptq" else []
     files = {}
 
     def write(number: int) -> None:

@@ -152,7 +152,7 @@ def side_options(name: str, flags: str, prompt_file: str | None = None) -> Optio
         words = shlex.split(flags)
     except ValueError as error:
         raise UserError(f"--{name} {flags}: {error}") from None
-    refused = [flag for flag in given(words) if flag.is_own]
+    refused = [flag for flag in given(words) if flag.is_own or flag.key == "logprobs"]
     if refused:
         raise UserError(
             f"--{name}: {refused[0].name} has no meaning here; this program has its own --prompt"

@@ -21,6 +21,7 @@ if __name__ == "__main__":  # before torch is imported
     prepare()
 
 import dataclasses
+import itertools
 import json
 import math
 import sys
@@ -47,7 +48,7 @@ from loading.files import write_atomically
 from loading.options import DraftOptions, ModelOptions
 from loading.target import pick_device
 from loading.tokenizer import Tokenizer
-from model import Caches, Transformer
+from model import Caches, Transformer, takes_long_factors
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -360,10 +361,15 @@ class QuickdraftLM(TemplateLM):
 
     def _batches(self, rows: Iterable[InputRow]) -> Iterator[list[InputRow]]:
         """Rows of similar length. The longest come first: if any does not fit in memory, they fail
-        at once."""
+        at once. Rows with longrope's long factors stand apart from others."""
         ordered = sorted(rows, key=len, reverse=True)
-        for start in range(0, len(ordered), self.batch_size):
-            yield ordered[start : start + self.batch_size]
+        for _, alike in itertools.groupby(ordered, self._is_long):
+            alike = list(alike)
+            for start in range(0, len(alike), self.batch_size):
+                yield alike[start : start + self.batch_size]
+
+    def _is_long(self, row: InputRow) -> bool:
+        return takes_long_factors(self.model.config, len(row))
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of each text, in windows of max_length tokens that score every token once.
@@ -427,7 +433,10 @@ class QuickdraftLM(TemplateLM):
     def _answer(self, number: int, prompt: list[int], gen_kwargs: dict) -> Answer:
         """The answer that a request asks for. A prompt that leaves too little room loses its first
         tokens."""
-        settings = dict(normalize_gen_kwargs(gen_kwargs, MAX_GEN_TOKS))
+        try:
+            settings = dict(normalize_gen_kwargs(gen_kwargs, MAX_GEN_TOKS))
+        except ValueError as error:
+            raise UserError(f"generation_kwargs: {error}; set --gen_kwargs KEY=NUMBER") from None
         max_new_tokens = settings.pop("max_gen_toks")
         stops = [stop for stop in settings.pop("until") if stop]
         if not 1 <= max_new_tokens < self.max_length:

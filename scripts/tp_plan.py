@@ -34,7 +34,7 @@ from loading.models import check_shards, empty_model, same_schemes
 from loading.plain_files import is_gguf, short_repr
 from loading.quantization import choose_schemes
 from loading.stored import Source, Stored
-from loading.weight_names import sources
+from loading.weight_names import stored_names
 from model import Config
 from tp import SUM, Ranks, shard_spec
 from weights.formats import format_of
@@ -105,9 +105,9 @@ def storage(path: Path, quantize: str | None) -> Source:
             )
     tensors = {}
     for name, scheme in schemes.items():
-        tensors |= dict.fromkeys(sources(config, f"{name}.weight"), Stored((), scheme))
-    is_fixed = layouts.block_scheme is not None
-    return Source(config, linears, tensors, scheme=layouts.block_scheme, keeps_plain=is_fixed)
+        tensors |= dict.fromkeys(stored_names(config, f"{name}.weight"), Stored((), scheme))
+    keeps_plain = layouts.block_scheme is not None
+    return Source(config, linears, tensors, scheme=layouts.block_scheme, keeps_plain=keeps_plain)
 
 
 def seconds(row: dict, bandwidth: float, latency: float, link: float) -> float:
@@ -153,6 +153,13 @@ def positive_number(text: str) -> float:
     return value
 
 
+def latency(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be a number from 0 on")
+    return value
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(
         description="The bytes that each rank of a tensor-parallel launch would hold, read and"
@@ -178,7 +185,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     for name, number_type, default, help in (
         ("--bandwidth", positive_number, 3350, "memory bandwidth of a device, GB/s; an H100's"),
         ("--link", positive_number, 450, "bandwidth between devices each way, GB/s; NVLink's"),
-        ("--latency", float, 20, "latency of a collective, microseconds"),
+        ("--latency", latency, 20, "latency of a collective, microseconds"),
     ):
         add(name, type=number_type, default=default, help=f"{help}; default: {default}")
     memory_help = "memory of a device, GB: marks the launches that do not fit"

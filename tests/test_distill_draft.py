@@ -38,7 +38,7 @@ from scripts.distill.distill_draft import (
     predict,
 )
 from scripts.distill.draft_start import OWN_ROPES, draft_config, init_weights, project_embedding
-from scripts.distill.draft_text import Windows, hide, hold_out, ids_of
+from scripts.distill.draft_text import Windows, hide, hold_out, ids_of, read_documents
 
 DEMO, CONTEXT = ROOT / "checkpoints" / "demo", 64
 STORIES = ROOT / "checkpoints" / "stories.txt"
@@ -370,6 +370,31 @@ def test_a_projected_embedding_is_the_nearest():
         )
 
 
+def test_a_long_document_is_cut_to_be_held_out():
+    """A text of one document, and one whose last is most of it, still train."""
+    ids = torch.arange(1000)
+    training, heldout = hold_out([ids], 10_000)
+    assert torch.equal(torch.cat([*training, *heldout]), ids) and len(heldout[0]) == 100
+    training, heldout = hold_out([ids[:20], ids, ids[:5]], 50)
+    assert [len(t) for t in training] == [20, 955] and [len(t) for t in heldout] == [45, 5]
+
+
+def test_windows_line_ends_separate_documents_too(tmp_path):
+    tokenizer = load_tokenizer(DEMO)
+    file = tmp_path / "text.txt"
+    for content in (
+        b"One.\r\n\r\nTwo.\r\n \r\nThree.",
+        b"One.<|endoftext|>\r\nTwo.<|endoftext|>Three.",
+    ):
+        file.write_bytes(content)
+        documents = read_documents(file, tokenizer, None)
+        assert [tokenizer.decode(ids.tolist()).strip() for ids in documents] == [
+            "One.",
+            "Two.",
+            "Three.",
+        ]
+
+
 def test_the_last_documents_are_held_out():
     texts = [torch.full((n,), i) for i, n in enumerate((50, 10, 20, 5, 15))]
     for num_tokens in (1, 5, 10, 10_000):  # a tenth of 100 is 10, which the last one has
@@ -679,6 +704,8 @@ REFUSED = [
     ({"layers": 0}, "--layers"),
     ({"context": 513}, "--context 513 must lie between 16 and the target's 512"),
     ({"context": 8}, "--context 8"),
+    ({"kind": "pard", "depth": 20, "context": 16}, "--depth 20 must be less than --context 16"),
+    ({"seed": 10**20}, "seed = 100000000000000000000 must lie between"),
     ({"text": None}, "give --text FILE, --sampled TOKENS, or both"),
     ({"text": "nowhere.txt"}, "nowhere.txt"),
     ({"target": "nowhere"}, "nowhere: no such folder"),
@@ -699,6 +726,16 @@ REFUSED = [
     (b"", "the training documents have 0 tokens, fewer than the 64 of one window"),
     (b"\xff\xfe\x00", "stories.txt: not UTF-8 text"),
 ]
+
+
+def test_a_block_has_its_limit(tmp_path, run_main):
+    words = flags(STORIES, tmp_path, kind="dflash", depth=64, context=128)
+    at = words.index("--dim")  # the target sets it
+    status, lines = run_main(words[:at] + words[at + 2 :])
+    assert (status, len(lines)) == (
+        2,
+        1,
+    ) and "--depth 64: --kind dflash drafts at most 63" in lines[0]
 
 
 @pytest.mark.parametrize("change, message", REFUSED)

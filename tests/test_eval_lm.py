@@ -21,7 +21,7 @@ import lm_eval
 import lm_eval.tasks
 import pytest
 import torch
-from conftest import ROOT, generate
+from conftest import BASE, FAMILIES, ROOT, generate
 from lm_eval.api.instance import Instance
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -31,6 +31,8 @@ from drafts.ngram import NgramDraft
 from drafts.target_layers import layer_subset
 from loading.chat_templates import ChatTemplate
 from loading.checkpoint import load_model
+from loading.config import config_from_hf
+from loading.models import random_model
 from loading.tokenizer import load_tokenizer
 from scripts import eval_lm
 from scripts.eval_lm import QuickdraftLM
@@ -126,6 +128,20 @@ def test_log_likelihoods_are_the_models(model, tokenizer, batch_size):
     for (got, _), (exact, _), n in zip(results, want, lengths, strict=True):
         assert abs(got - exact) < PER_TOKEN * n, (got, exact)
     assert results[0] == results[8]
+
+
+def test_a_score_is_that_of_the_row_alone(tokenizer):
+    """Also beside a row that is beyond longrope's original context, where the factors change."""
+    hf = {**BASE, **FAMILIES["phi-4-mini"], "vocab_size": 2048}
+    model = random_model(config_from_hf(hf), dtype=torch.float32)
+    arguments = [("Tim was happy and", " said yes"), (STORY[:250], " and they went home.")]
+    lm = QuickdraftLM(model, tokenizer, batch_size=4)
+    results = lm.loglikelihood(requests("loglikelihood", arguments), disable_tqdm=True)
+    for pair, (got, _) in zip(arguments, results):
+        ids, n = encoded(tokenizer, *pair)
+        assert got == pytest.approx(direct(model, ids, n)[0], abs=PER_TOKEN * n)
+    lengths = [len(encoded(tokenizer, *pair)[0]) for pair in arguments]
+    assert lengths[0] < model.config.rope_original_length < lengths[1]
 
 
 @pytest.mark.parametrize("max_length", [512, 40])
@@ -418,6 +434,7 @@ def test_a_special_token_named_as_a_stop_is_met_as_an_id(model, tokenizer):
         ({"do_sample": True, "top_p": 1.5}, "top_p = 1.5"),
         ({"max_gen_toks": 512}, "max_gen_toks = 512 must"),
         ({"max_gen_toks": 0}, "max_gen_toks = 0 must"),
+        ({"max_gen_toks": "abc"}, "generation_kwargs: .*; set --gen_kwargs KEY=NUMBER"),
     ],
 )
 def test_settings_that_are_not_computed_are_refused(lm, settings, message):

@@ -74,10 +74,10 @@ def test_a_program_refuses_the_flags_that_it_does_not_take(key, capsys):
     words = words_of(key)
     beside = [] if key in ("draft", "draft_checkpoint") else MODELS
     side = " ".join(repr(word) for word in [*beside, *words])
-    if key in OWN.split():
+    if key in (*OWN.split(), "logprobs"):
         with pytest.raises(Exception, match=rf"--a: {FLAGS[key].name} has no meaning here"):
             side_options("a", side, "prompts.txt")
-    elif key != "logprobs":  # which needs --json
+    else:
         side_options("a", side, "prompts.txt")
     if key == "system":  # the server has its own
         assert server_options([*beside, *words]).system == words[1]

@@ -928,7 +928,23 @@ def test_command_errors(text_folder, tmp_path):
         assert done.returncode == 2 and names in done.stderr and done.stderr.count("\n") == 1, (
             done.stderr
         )
-        assert done.stderr.startswith("error: ") and not (tmp_path / "q").exists()
+        assert done.stderr.startswith("error: ") and not [*tmp_path.glob("q*")]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_wrapped_models_config_has_the_dtype_of_its_tensors(dtype, folder_of, tmp_path):
+    """transformers 5 writes a dtype into the text model's object too."""
+    folder = shutil.copytree(folder_of("llama-3"), tmp_path / "wrapped")
+    inner = json.loads((folder / "config.json").read_text())
+    inner |= {"model_type": "mistral", "dtype": "bfloat16"}
+    wrapper = {"model_type": "mistral3", "dtype": "bfloat16", "text_config": inner}
+    (folder / "config.json").write_text(json.dumps(wrapper))
+    output = tmp_path / "q"
+    done = quantize(
+        "--checkpoint", folder, "--output", output, "--scheme", "int8", "--dtype", dtype
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((output / "config.json").read_text())["dtype"] == dtype
 
 
 # ------------------------------------------------------------------------------------- perplexity

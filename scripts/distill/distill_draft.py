@@ -33,7 +33,10 @@ from decoding.costs import Costs
 from decoding.engine import Engine
 from decoding.errors import UserError
 from decoding.sampling import Sampling
+from decoding.validation import check_seed
+from drafts.dflash import MAX_BLOCK
 from loading.checkpoint import Checkpoint, load_config, load_model
+from loading.config import text_part
 from loading.files import complete_folder, write_atomically
 from loading.models import pick_dtype
 from loading.target import pick_device
@@ -430,6 +433,12 @@ def check_request(args) -> Config:
             f"--context {args.context} must lie between {min_context} and the target's"
             f" {config.max_seq_length} positions"
         )
+    if args.kind != "model" and args.depth >= args.context:
+        raise UserError(f"--depth {args.depth} must be less than --context {args.context}")
+    max_depth = {"dflash": MAX_BLOCK - 1, "dspark": MAX_BLOCK}.get(args.kind, args.depth)
+    if args.depth > max_depth:
+        raise UserError(f"--depth {args.depth}: --kind {args.kind} drafts at most {max_depth}")
+    check_seed(args.seed)
     Sampling(args.temperature)  # UserError for one that is out of range
     if args.lr is None:
         args.lr = 4e-3 * min(1, 128 / args.dim)
@@ -479,7 +488,7 @@ def distill(args) -> dict:
     config = check_request(args)
     device = pick_device(args.device)
     checkpoint = Checkpoint(args.target)
-    hf = checkpoint.hf
+    hf = text_part(checkpoint.hf)
     kind = make_kind(args, hf, config)
     dtype = pick_dtype(args.dtype, config.dtype, device)
     tokenizer = load_tokenizer(checkpoint)

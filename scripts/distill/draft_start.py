@@ -46,6 +46,7 @@ OWN_ROPES = (
     "gemma3_text",
     "phi3",
     "olmo3",
+    "hunyuan",
     "hunyuan_v1_dense",
     "ministral3",
     "glm",
@@ -168,7 +169,7 @@ def check_heads(D: int, heads: int, kv_heads: int) -> None:
 
 def layers_config(hf: dict, layer_ids: Sequence[int]) -> dict:
     """config.json of a model that consists of some of the target's layers."""
-    max_layer = hf["num_hidden_layers"] - 1
+    max_layer = config_from_hf({**hf, "quantization_config": None}).n_layers - 1
     if not 0 <= min(layer_ids) <= max(layer_ids) <= max_layer:
         raise UserError(f"--from_layers {list(layer_ids)}: the target has layers 0 to {max_layer}")
     config = {key: value for key, value in hf.items() if key != "quantization_config"}

@@ -78,10 +78,10 @@ def read_documents(file: Path, tokenizer: Tokenizer, end: int | None) -> Documen
     """The ids of each document, with the token `end` last if there is one. END separates documents,
     or in a text without it, blank lines do."""
     text = read_text(file)
-    separator = r"\n(?:[ \t]*\n)+"
+    separator = r"\r?\n(?:[ \t]*\r?\n)+"
     separator_name = "blank lines"
     if END in text:
-        separator = re.escape(END) + "\n?"
+        separator = re.escape(END) + r"(?:\r?\n)?"
         separator_name = END
     parts = [part for part in re.split(separator, text) if part.strip()]
     log(f"{file}: {len(parts)} documents, separated by {separator_name}")
@@ -210,13 +210,18 @@ def read_samples(file: Path, settings: dict) -> Documents:
 
 def hold_out(documents: Documents, num_tokens: int) -> tuple[Documents, Documents]:
     """(training, held-out). Held out are the last documents that together have `num_tokens`, at
-    most MAX_HELD_OUT of all tokens."""
-    max_held_out = int(MAX_HELD_OUT * sum(map(len, documents)))
-    required = min(num_tokens, max_held_out)
+    most MAX_HELD_OUT of all tokens, rounded up to a whole document; one that has half of all tokens
+    or more is cut."""
+    total = sum(map(len, documents))
+    required = min(num_tokens, int(MAX_HELD_OUT * total))
     first = len(documents)
     while required > 0:
         first -= 1
-        required -= len(documents[first])
+        ids = documents[first]
+        if 2 * len(ids) >= total:
+            heldout = [ids[-required:], *documents[first + 1 :]]
+            return [*documents[:first], ids[:-required]], heldout
+        required -= len(ids)
     return documents[:first], documents[first:]
 
 
