@@ -69,7 +69,8 @@ NAME_ERRORS = (OSError, ValueError, RuntimeError)
 
 def messages_of(lines: bytes, file: str) -> list[dict]:
     """The messages of the last line of JSON. UserError for a line that holds no conversation."""
-    prompts, errors = parse_lines(lines.strip().split(b"\n")[-1:], file)
+    *earlier, last = lines.rstrip().split(b"\n")
+    prompts, errors = parse_lines([*(b"" for _ in earlier), last], file)  # empty, but counted
     if errors:
         raise UserError(errors[0])
     messages = prompts[0].messages or []
@@ -90,7 +91,8 @@ class Conversation:
         self.ranks = ranks_of(llm.engine.model)
         self.limit = llm.engine.max_seq_length
         system = options.prompts.system
-        self.opening = [{"role": "system", "content": system}] if system else []
+        self.first_opening = [{"role": "system", "content": system}] if system else []
+        self.opening = self.first_opening
         self.turns = []  # messages: the user's and the assistant's, alternating
         self.has_dropped = False
         # Now, not at the first message: UserError for a --system, tools or variables that the
@@ -130,10 +132,17 @@ class Conversation:
             except NAME_ERRORS as error:  # UserError is a ValueError
                 print_status(f"error: /load {file!r}: {error}")
         messages = self.ranks.broadcast_object(messages)
-        if messages:
-            num_opening = len(messages) % 2  # a system message
-            self.opening = messages[:num_opening]
-            self.turns = messages[num_opening:]
+        if not messages:
+            return
+        before = (self.opening, self.turns)
+        num_opening = len(messages) % 2  # a system message
+        self.opening = messages[:num_opening]
+        self.turns = messages[num_opening:]
+        try:
+            self.encode(self.turns, "Hello")
+        except UserError as error:  # of the template; every rank has it
+            self.opening, self.turns = before
+            print_status(f"error: /load {file!r}: {error}")
 
     def encode(self, turns: list[dict], text: str) -> list[int]:
         conversation = [*self.opening, *turns, {"role": "user", "content": text}]
@@ -218,7 +227,8 @@ def run_command(conversation: Conversation, text: str) -> str | None:
     command, _, argument = text.strip().partition(" ")
     match command:
         case "/reset":
-            conversation.turns.clear()
+            conversation.opening = conversation.first_opening
+            conversation.turns = []
         case "/undo":
             conversation.undo()
         case "/retry":
@@ -243,7 +253,11 @@ def answer_message(
 ) -> None:
     """Print the answer to a message. The conversation gets both, also where Ctrl-C ends the
     answer."""
-    prompt = conversation.prompt(text)
+    try:
+        prompt = conversation.prompt(text)
+    except UserError as error:  # such as a token that the model does not have
+        print_status(f"error: {error}")
+        return
     if prompt is None:
         return
     defaults = options.requests

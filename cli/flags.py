@@ -15,6 +15,7 @@ import argparse
 import difflib
 import importlib.metadata
 import json
+import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -60,9 +61,9 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=line)
 
     def error(self, message: str):
-        words = message.removeprefix("unrecognized arguments: ").split()
-        similar = difflib.get_close_matches(words[0], self._option_string_actions, n=1)
-        if similar and words[0].startswith("--"):
+        word, *_ = [*message.removeprefix("unrecognized arguments: ").split(), ""]
+        similar = difflib.get_close_matches(word, self._option_string_actions, n=1)
+        if similar and word.startswith("--"):
             message = f"{message}; did you mean {similar[0]}?"
         fail(message)
 
@@ -75,23 +76,24 @@ def positive(text: str) -> int:
 
 
 def json_object(text: str) -> dict:
-    return checked_json(text, dict, "an object")
+    return checked_json(text, dict, f"{text!r:.99} is not an object")
 
 
 def json_list(text: str) -> list:
     """A list in JSON, or the name of a file that holds one."""
-    if not text.lstrip().startswith("["):
-        text = Path(text).read_text(encoding="utf-8") if Path(text).is_file() else text
-    return checked_json(text, list, "a list, or a file that holds one")
+    content = text
+    if not text.lstrip().startswith("[") and os.path.isfile(text):  # which takes any length
+        content = Path(text).read_text(encoding="utf-8-sig")
+    return checked_json(content, list, f"{text!r:.99} is not a list, or a file that holds one")
 
 
-def checked_json(text: str, json_type: type, description: str) -> object:
+def checked_json(text: str, json_type: type, refusal: str) -> object:
     try:
         value = json.loads(text)
     except ValueError:
         value = None
     if not isinstance(value, json_type):
-        raise argparse.ArgumentTypeError(f"{text!r:.99} is not {description} in JSON")
+        raise argparse.ArgumentTypeError(f"{refusal} in JSON")
     return value
 
 

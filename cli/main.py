@@ -5,6 +5,7 @@ chat, report. cli/start.py turns the errors that `main` raises into a line and a
 """
 
 import contextlib
+import gzip
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,5 +78,12 @@ def profiled(file: str | None) -> Iterator[None]:
     """Write a Chrome trace of the block to `file`, if there is one."""
     with torch.profiler.profile() if file else contextlib.nullcontext() as trace:
         yield
-    if file:
-        write_atomically(Path(file), lambda partial: trace.export_chrome_trace(str(partial)))
+    if not file:
+        return
+
+    def write(partial: Path) -> None:
+        trace.export_chrome_trace(str(partial))
+        if file.endswith(".gz"):
+            partial.write_bytes(gzip.compress(partial.read_bytes()))
+
+    write_atomically(Path(file), write)

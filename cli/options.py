@@ -144,8 +144,8 @@ class Options:
         has_rows = self.output.json or prompts.num_samples > 1 or (self.run.batch_size or 1) > 1
         if prompts.interactive and has_rows:
             raise UserError(
-                "--interactive is one conversation in text: not with --json, --num_samples or"
-                " --batch_size"
+                "--interactive is one conversation in text: not with --json, --output,"
+                " --num_samples or --batch_size"
             )
 
 

@@ -108,7 +108,7 @@ LINE_KEYS = {
     "prompt": LineKey(lambda x: is_text(x) and x, "a text of at least one character"),
     "messages": LineKey(is_conversation, 'a list of {"role", "content"}, at least one'),
     "id": LineKey(lambda x: True, "any value"),
-    "max_new_tokens": LineKey(is_count, COUNT),
+    "max_new_tokens": LineKey(lambda x: is_count(x) and x, COUNT.replace("from 0", "from 1")),
     "seed": LineKey(
         lambda x: is_count(x) or is_random(x), f"{COUNT}, or {RANDOM_SEED} for a random one"
     ),
@@ -186,6 +186,8 @@ def parse_lines(lines: Iterable[bytes], name: str) -> tuple[list[Prompt], list[s
         location = f"{name}, line {number}"
         try:
             text = utf8_text(line).removesuffix("\r")
+            if "\0" in text:
+                raise UserError("it holds NUL characters, as UTF-16 has; save it as UTF-8")
             if not text.strip():
                 continue
             if is_jsonl is None:
@@ -201,7 +203,7 @@ def parse_lines(lines: Iterable[bytes], name: str) -> tuple[list[Prompt], list[s
         needs_number = prompt.id is None or id in ids
         ids.add(id)
         prompts.append(prompt._replace(line=number if needs_number else None))
-    if is_jsonl is None:
+    if is_jsonl is None and not errors:
         raise UserError(f"{name}: holds no prompt; write one a line")
     return prompts, errors
 

@@ -1,10 +1,12 @@
 """The engine: fixed batch, steps compiled once, a host that may read late. Compiled code must give
 what eager gives, and nothing may compile after warm-up."""
 
+import gzip
 import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -313,8 +315,13 @@ def test_a_window_bounds_what_is_read(folder_of):
                 assert seen == list(range(max(0, pos[row, t] - 8), pos[row, t] + 1))
 
 
-def test_profile_writes_a_chrome_trace(text_folder, tmp_path, capsys):
-    trace = tmp_path / "trace.json"
+def unzipped(file: Path) -> bytes:
+    return gzip.decompress(file.read_bytes())
+
+
+@pytest.mark.parametrize(("name", "read"), [("t.json", Path.read_bytes), ("t.json.gz", unzipped)])
+def test_profile_writes_a_chrome_trace(name, read, text_folder, tmp_path, capsys):
+    trace = tmp_path / name
     arguments = [
         "--checkpoint",
         str(text_folder),
@@ -326,7 +333,7 @@ def test_profile_writes_a_chrome_trace(text_folder, tmp_path, capsys):
         "cpu",
     ]
     run(parse_args(arguments))
-    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    names = {event.get("name") for event in json.loads(read(trace))["traceEvents"]}
     assert "aten::scaled_dot_product_attention" in names
 
 

@@ -85,6 +85,18 @@ def test_output_adds_lines_to_a_file(text_folder, prompts, capsys, tmp_path):
         run(capsys, *flags, "--output", tmp_path / "none" / "out")
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16", "latin-1"])
+def test_text_in_another_encoding_is_no_prompt(encoding, text_folder, tmp_path, capsys):
+    """The line is named, whatever the others hold."""
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("Ein Bär\nnoch ein Bär\n".encode(encoding))
+    with pytest.raises(SystemExit) as exit_info:
+        run_args(parse_args(["--checkpoint", str(text_folder), "--prompt_file", str(file)]))
+    captured = capsys.readouterr()
+    assert exit_info.value.code == 2 and captured.out == ""
+    assert f"{file}, line 1: " in captured.err and "UTF-8" in captured.err
+
+
 def test_an_empty_stdin_is_an_error(text_folder, monkeypatch):
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"\n\n")))
     with pytest.raises(ValueError, match="stdin: holds no prompt"):

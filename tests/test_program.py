@@ -335,18 +335,17 @@ def test_a_line_that_does_not_fit_is_named_and_the_rest_decoded(chat_folder, cap
         assert [json.loads(line)["prompt_tokens"] for line in out.splitlines()] == list(
             map(tokenizer.encode, expected)
         )
-        errors = [
+        errors = sorted(
             line.split(f"{file}, ")[1] for line in err.splitlines() if line.startswith("error: ")
-        ]
+        )
         assert exit.value.code == 2 and len(errors) == (3 if expected else 1)
         assert re.match(
             rf"line {kept.index(lines[1]) + 1}, id long: has \d+ tokens; .* limit of 2000",
             errors[0],
         )
         if expected:
-            assert errors[1].startswith("line 4: max_new_tokens = 0") and errors[2].startswith(
-                "line 5, id 5: "
-            )
+            assert errors[1].startswith('line 4: "max_new_tokens": 0 must')
+            assert errors[2].startswith("line 5, id 5: ")
 
 
 @pytest.mark.parametrize("source", ["file", "stdin"])
@@ -1205,6 +1204,45 @@ def test_a_saved_conversation_goes_on(chat_folder, tmp_path, capsys, monkeypatch
     assert err.count("/save FILE needs a name, and a message to save") == 1
 
 
+REFUSES_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
+    "{% endif %}{{ m.content }}{% endfor %}"
+)
+
+
+def test_a_conversation_that_cannot_go_on_leaves_the_chat_as_it_was(
+    chat_folder, tmp_path, capsys, monkeypatch
+):
+    """A loaded one that the template refuses is refused; /reset brings --system back; an error
+    counts the file's lines."""
+    turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "a dog"}]
+    for name, messages in (
+        ("system", [{"role": "system", "content": "x"}, *turns]),
+        ("plain", turns),
+    ):
+        (tmp_path / name).write_text("\n\n" + json.dumps({"messages": messages}) + "\n")
+    (tmp_path / "broken").write_text("{}\n{}\n")
+    saved = tmp_path / "saved"
+    typed = f"/load {tmp_path}/plain\n/reset\na sun\n/save {saved}\n/load {tmp_path}/broken\n"
+    _, err = chatted(capsys, monkeypatch, chat_folder, typed, "--system", "Be kind.", "-n", 4)
+    (line,) = saved.read_text().splitlines()
+    assert json.loads(line)["messages"][0] == {"role": "system", "content": "Be kind."}
+    assert "broken, line 2: " in err
+    (chat_folder / "chat_template.jinja").write_text(REFUSES_SYSTEM)
+    typed = f"a sun\n/load {tmp_path}/system\na ball\n/save {saved}\n"
+    _, err = chatted(capsys, monkeypatch, chat_folder, typed, "-n", 4)
+    assert err.count("no system") == 1 and "error: /load" in err
+    messages = json.loads(saved.read_text().splitlines()[-1])["messages"]
+    assert [message["content"] for message in messages[::2]] == ["a sun", "a ball"]
+
+
+def test_an_empty_word_is_one_line(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "generate.py", "Hello", ""], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (2, "error: unrecognized arguments:\n")
+
+
 def test_a_message_may_begin_with_a_slash(chat_folder, tmp_path, capsys, monkeypatch):
     """Two slashes are one; a line with one is a command, known or not."""
     file = tmp_path / "chats.jsonl"
@@ -1373,6 +1411,10 @@ ANSWERED_FLAGS = {  # words of a command line -> (exit status, what is printed)
     "scripts/serve one": (2, "error: PROMPT is about generate.py's own prompts and output"),
     "generate.py --dtype int3": (2, "error: argument --dtype: invalid choice: 'int3'"),
     "generate.py --tools nosuch.json": (2, "is not a list, or a file that holds one in JSON\n"),
+    f"generate.py --tools {{{'x' * 300}}}": (
+        2,
+        "xxx is not a list, or a file that holds one in JSON\n",
+    ),
     "generate.py --temperature -1": (
         2,
         "error: temperature = -1.0 must be 0 (greedy) or a number from 1e-38 on\n",

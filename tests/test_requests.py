@@ -250,8 +250,8 @@ BAD = [
         " one",
     ),
     ({"seed": -1.0}, '"seed": -1.0 must be a whole number from 0'),
-    ({"max_new_tokens": -1}, '"max_new_tokens": -1 must be a whole number from 0'),
-    ({"max_new_tokens": 1.5}, '"max_new_tokens": 1.5 must be a whole number from 0'),
+    ({"max_new_tokens": -1}, '"max_new_tokens": -1 must be a whole number from 1'),
+    ({"max_new_tokens": 1.5}, '"max_new_tokens": 1.5 must be a whole number from 1'),
     ({"id": float("nan")}, "NaN or Infinity"),
     ({"id": [float("-inf")]}, "NaN or Infinity"),
 ]
