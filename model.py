@@ -238,7 +238,7 @@ class AttentionKernel:
 
 class CacheSpec(NamedTuple):
     """What a layer's cache is made for: B rows, G heads of keys and S positions of E channels on
-    this rank, of which rows without a text write from `parked_pos` on."""
+    this rank. Rows without a text run too: they write from `parked_pos` on, where no row looks."""
 
     B: int
     G: int
@@ -495,10 +495,10 @@ class Transformer(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        # Of each layer; a Llama's are all alike.
+        # One of each layer. A Llama's Config has none, for its layers are all alike.
         self.windows = config.windows or (None,) * config.n_layers
         self.rope_types = config.rope_types or (0,) * config.n_layers
-        # A Llama's are of Block and of Rope.
+        # Of the classes Block and Rope for a Llama, of those of families otherwise.
         blocks, self.rope = parts_of(config)
         self.embed = Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(blocks)
@@ -657,7 +657,7 @@ def parts_of(config: Config) -> tuple[list[Block], Rope]:
     """The layers and the rotary positions of a Llama, or where the config has any number of another
     family those that read it."""
     names = [field.name for field in fields(LlamaConfig)]
-    # No layer reads the last two, of which the second is for other rope types.
+    # Windows only choose masks, and the other is for rope types that a Llama lacks.
     names += ["windows", "rope_local_theta"]
     if config == Config(**{name: getattr(config, name) for name in names}):
         blocks = [Block(config) for _ in range(config.n_layers)]

@@ -76,7 +76,11 @@ def search_range(
 
 
 @torch.no_grad()
-def gptq(w: Tensor, hessian: Tensor, format: Int4) -> dict[str, Tensor]:
+def gptq(
+    w: Tensor,
+    hessian: Tensor,
+    format: Int4,
+) -> dict[str, Tensor]:
     """Int4 parts of w (out, in) that keep w @ x for inputs x with the sum of x x^T = `hessian`
     (in, in).
 

@@ -189,7 +189,7 @@ def tp_rank(folder: str, steps: int, threads: int = 1) -> None:
     facts = {"rank": ranks.rank, "peak": peak.bytes}
     facts["copied"] = sum(part.nbytes for part in shards)
     shards.clear()
-    engine = Engine(model, 1, 256)
+    engine = Engine(model, 1, min(256, model.config.max_seq_length))
     engine.calibrate(Sampling(0), 100, rounds=2)
     facts["step_s"] = engine.calibrate(Sampling(0), 100, rounds=steps).decode_s
     all_facts = [facts | {"weights": stored_bytes(model)}] * ranks.world

@@ -126,8 +126,8 @@ class Batch(nn.Module):
         requests: Sequence[tuple[int, object]],
         limits: Mapping[object, int] | None = None,
     ) -> None:
-        """Choose the code for a step of these (row, scheduler.Request) pairs. `limits`: how many
-        tokens of each are drafted, if the step drafts."""
+        """Choose the code for a step of these (row, scheduler.Request) pairs, of this view of rows
+        alone. `limits`: how many tokens of each are drafted, if the step drafts."""
         self.sampling_path = common_path(request for _, request in requests)
         if limits:
             by_row = [0] * len(self.pos)

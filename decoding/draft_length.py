@@ -57,7 +57,7 @@ class DraftLength:
             self.overlap = self.overlap * DECAY + overlap
             self.weight = self.weight * DECAY + 1
 
-    def drafted(self, num_drafted: int, num_rows: int) -> None:
+    def observe_share(self, num_drafted: int, num_rows: int) -> None:
         """A round had a draft for some of its rows."""
         share = num_drafted / num_rows
         self.draft_share += (share - self.draft_share) / 16

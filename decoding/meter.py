@@ -80,7 +80,7 @@ class Meter:
 
     def observe(self, step, result: StepResult, decided: Sequence[Decided]) -> None:
         """Tell each memory how a step went by its plan: Gains in all rows that go on, DraftLength
-        in those whose draft's acceptance was not known beforehand."""
+        in those whose draft's acceptance was not known beforehand: the drafter expected None."""
         for plan in step.plans:
             expected = dict(zip(plan.requests, plan.expected))
             planned = [one for one in decided if one.request in expected]
@@ -97,7 +97,7 @@ class Meter:
         """Tell a memory the overlap at each position that was reached, of rows with a draft."""
         draft_length = plan.memory.draft_length
         drafted = [(row, len(ids)) for row, _, ids in decided if result.num_drafted[row]]
-        draft_length.drafted(len(drafted), len(decided))
+        draft_length.observe_share(len(drafted), len(decided))
         for row, num_tokens in drafted:
             overlaps = result.overlaps_of(row)
             self.num_rounds += 1

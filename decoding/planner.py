@@ -76,9 +76,11 @@ class Planner:
         self.measured_costs: dict[int, dict[int, Costs]] = {}
 
     def assign_memory(self, request, others: Sequence) -> None:
-        """Give a new scheduler.Request its memory; `others` have not ended."""
+        """Give a new scheduler.Request its memory; `others` have not ended. The acceptance so far
+        stays valid, unless another K was set since, as programs that measure do."""
         shared = self.memories.shared
-        if shared.draft_length is None:
+        learned = shared.draft_length
+        if learned is None or (learned.k != self.speculate_k and not others):
             shared.draft_length = DraftLength(self.speculate_k, self.costs)
         self.memories.assign(request, others)
 

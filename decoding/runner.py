@@ -62,6 +62,8 @@ class ModelRunner:
         weight = model.norm.weight
         self.device = weight.device
         self.chunk = PREFILL_CHUNKS.get(self.device.type, PREFILL_CHUNK)
+        # An example: 100 positions with K = 3 have a slack of 4, and so S = 103. The last chunk
+        # pads that to 104, and attention in multiples of 16 to 112; the caches hold 116.
         S = max_seq_length + slack - 1  # a round may run past the end of a text
         # Each bucket of attended lengths then has its own graph.
         self.uses_cuda_graphs = compile and self.device.type == "cuda"

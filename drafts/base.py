@@ -58,9 +58,10 @@ class Drafter(nn.Module):
     max_k = math.inf  # tokens of a round
     # Requests whose texts are longer do not take its draft.
     max_positions = math.inf
-    # How many of the latest decided tokens the first pass of a round computes in a cache of its
-    # own: the newest, which no cache holds yet, and those before it that this cache may lack after
-    # a round. 0: it has no such cache, and needs no prompt.
+    # How many of the latest decided tokens the first pass of a round runs through a cache of its
+    # own: the newest, which no cache holds yet, and those before it that this cache lacks after a
+    # round, or has computed from other inputs than decided tokens have. 0: it has no such cache,
+    # and needs no prompt.
     num_first_inputs = 0
 
     def __init__(self, model: Transformer | None = None):
@@ -151,9 +152,8 @@ class ModelDraft(Drafter):
     the target's cache one is enough: verification rewrites all K + 1 positions of every layer
     before any read."""
 
-    # What a round's first pass reads. None: the last token, and with a cache of its own also the
-    # one before it. A number: the k_max + 1 tokens that the last round may have decided, and so
-    # many before them.
+    # A number n sets num_first_inputs to the k_max + 1 tokens that the last round may have decided,
+    # and n more before them. None: it stays 2, or 0 on the target's cache.
     num_extra_inputs: int | None = None
     # Positions from the last decided token on that its cache needs beyond the target's.
     num_scratch = 0

@@ -66,7 +66,8 @@ class DFlashModel(HiddenStateModel):
     causal; others see all of the block."""
 
     def __init__(self, config: Config, dflash: DFlash, has_embed: bool = False):
-        """`has_embed`: with an embedding and a head of its own, as DeepSpec's have anyway."""
+        """`has_embed`: with an embedding and a head of its own, as DeepSpec's have anyway. A model
+        from a folder starts with both, and drop_unstored removes what is not stored."""
         V = config.vocab_size
         super().__init__(config, dflash.vocab_size or V)
         self.dflash = dflash
@@ -149,12 +150,14 @@ class DFlashDraft(HiddenStateDraft, ParallelDraft):
     from a block. The block has its trained width for any K; its first K masks draw tokens, or the
     last decided token and K - 1 masks."""
 
-    num_extra_inputs = 1  # the newest token, which stands in the block and not in the context
+    # The newest token stands in the block: its context comes with the next one.
+    num_extra_inputs = 1
 
     def __init__(self, model: DFlashModel):
         super().__init__(model)
         self.num_scratch = model.dflash.block_size
-        self.first_drawn = int(not model.dflash.has_anchor)  # the block's position that draws it
+        # The first position of the block that draws: the last decided token, or the first mask.
+        self.first_drawn = int(not model.dflash.has_anchor)
         self.max_k = self.num_scratch - self.first_drawn
 
     def draw_all(
@@ -176,7 +179,7 @@ class DFlashDraft(HiddenStateDraft, ParallelDraft):
         h = self.model.block_hidden(tokens, block_begin + steps, caches)  # (B, W, D)
         h = h[:, self.first_drawn : self.first_drawn + K]  # (B, K, D)
         logits = self.model.head(h)  # (B, K, V)
-        if not self.model.markov_head:
+        if not self.model.dflash.markov_rank:
             self.draw(batch, logits, pos + 1 + steps[:K])
             return
         logits = logits[..., : self.vocab]

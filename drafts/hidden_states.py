@@ -115,7 +115,8 @@ class HiddenStateModel(Transformer):
         self.lm_head = None
 
     def borrow(self, target: Transformer) -> None:
-        """Use the target's embedding and head, with their scales, where the draft has none."""
+        """Use the target's embedding and head, with their scales, where the draft has none. `setup`
+        calls it, once packing has replaced the target's modules."""
         if self.embed is None:
             self.embed = target.embed
             self.config = replace(self.config, embed_scale=target.config.embed_scale)
@@ -205,7 +206,7 @@ class PairModel(HiddenStateModel):
         dtype: torch.dtype,
     ) -> dict:
         """As in any model, but position 0, which has no pair, is never visible."""
-        key_pos = torch.where(caches.key_pos == 0, 2**30, caches.key_pos)
+        key_pos = torch.where(caches.key_pos == 0, 2**30, caches.key_pos)  # behind all queries
         visible = super().visible_by_window(pos, caches._replace(key_pos=key_pos), dtype)
         for window, keys in visible.items():
             if keys.index is not None:  # gathered, whatever key_pos says
@@ -262,8 +263,8 @@ class PairDraft(HiddenStateDraft):
         last: Tensor,
         T: int,
     ) -> Tensor:
-        """Normed states (B, T, D) at the T positions up to `last` (B,). T = 1 is a drafted
-        token."""
+        """Normed states (B, T, D) at the T positions up to `last` (B,). T = 1 is a drafted token: a
+        first pass has more."""
         model = self.model
         tokens, pos = self.inputs_up_to(batch, last, T)
         before = self.last_state if T == 1 else model.state_before(pos, caches)

@@ -8,11 +8,11 @@ its earlier rounds.
 The choice is made before each step, from decided tokens alone. With a fixed K the first drafts if
 it promises at least the tokens that the second's acceptance so far predicts. With "auto" both are
 rated at their best K, in tokens for the cost of a plain step. Between two copies the first promises
-nothing, but its recent rate (decoding.draft_length.Gains) still counts: a round of the model there
-would notice the next copy late, and the model's cache would have to catch up after each copy. Where
-neither pays, DraftLength makes plain steps, and tries the second again after a while. As in
-ArcticInference (github.com/snowflakedb/ArcticInference, vllm/model_runner.py), no drafted token
-takes part in the choice, so it does not change the distribution of the text.
+nothing. A round of the model there would notice the next copy late, and the model's cache would
+have to catch up after each copy; so the memory's recent rate (decoding.draft_length.Gains) counts
+for the first as well. Where neither pays, DraftLength makes plain steps, and tries the second again
+after a while. As in ArcticInference (github.com/snowflakedb/ArcticInference, vllm/model_runner.py),
+no drafted token takes part in the choice, so it does not change the distribution of the text.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from model import Transformer
 
 
 class Choice:
-    """Of one memory, which finds it by this class: does it take the first draft in this step?"""
+    """Do the requests of a memory take the first draft in this step? `memory.of(Choice)` is its."""
 
     def __init__(self):
         self.takes_first = False
@@ -80,7 +80,8 @@ class HybridDraft(Drafter):
         if num_rows == 0:
             return True
         k, first_rate = draft_length.best_for(of_first)
-        second_rate = draft_length.best()[1] / MIN_GAIN  # as best_for divides by it
+        # Rounds of the first had to gain MIN_GAIN more than a plain step (`best_for`).
+        second_rate = draft_length.best()[1] / MIN_GAIN
         if k == 0 and second_rate < 1:
             return False  # neither pays
         return max(first_rate, memory.of(Gains).rate) >= second_rate
@@ -101,7 +102,8 @@ class HybridDraft(Drafter):
 
 
 class HybridSource(DraftSource):
-    """`--draft suffix,OTHER`: the sources of both."""
+    """`--draft suffix,OTHER`: the sources of both. Its variants are those of the second alone: a
+    first draft would hide how they differ."""
 
     def __init__(self, first: DraftSource, second: DraftSource):
         self.first = first

@@ -62,15 +62,16 @@ class Mtp(NamedTuple):
     mlp_type: str = "dense"
 
 
-MTP_NAMES = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+# K-EXAONE's, and Mellum's
+EXAONE_NAMES = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 GGUF_NAMES = ("nextn.enorm", "nextn.hnorm", "nextn.eh_proj", "nextn.shared_head_norm")
 HEADS = {
     "glm4_moe": Mtp(mlp_type="sparse"),
     "hy_v3": Mtp(names=("enorm", "hnorm", "eh_proj", "final_layernorm"), mlp_type="sparse"),
-    "exaone_moe": Mtp(prefix="mtp.", names=MTP_NAMES, layer="layers.0."),
+    "exaone_moe": Mtp(prefix="mtp.", names=EXAONE_NAMES, layer="layers.0."),
     "mellum": Mtp(
         prefix="mtp.",
-        names=MTP_NAMES,
+        names=EXAONE_NAMES,
         layer="layers.0.",
         layer_type="sliding_attention",
         mlp_type="sparse",

@@ -114,7 +114,8 @@ class Checkpoint:
 
     @cached_property
     def spare_tensors(self) -> dict[str, object]:
-        """Those of `text_tensors` that the folder's index does not name."""
+        """Those of `text_tensors` that the folder's index does not name: they may be there without
+        being expected."""
         index = self.storage.index or self.tensors
         unnamed = {name: self.tensors[name] for name in self.tensors.keys() - index.keys()}
         return text_model_tensors(unnamed, family_of(self.hf), self.config.n_layers)

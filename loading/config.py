@@ -48,7 +48,9 @@ MAX_SIZE = 2**24  # of a dimension, vocabulary or context; real ones stay far be
 
 
 class Section(dict):
-    """An object of config.json. A key that is null counts as absent."""
+    """An object of config.json. `get` gives None for a key that is null or absent. A family's
+    defaults fill keys that are absent (`config_from_hf`) and numbers that are null
+    (`scalar_fields`); a window that is null stays none."""
 
     prefix = ""  # stands before a key in messages: "rope_scaling."
 

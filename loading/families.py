@@ -216,7 +216,7 @@ def llama_like(**differences: object) -> Family:
     defaults = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
     experts = {}
     fields = {}
-    for name, value in differences.items():
+    for name, value in differences.items():  # the first table that has the name takes it
         if name in Family._fields:
             group = record
         elif name in {*EXPERT_FIELDS, *EXPERT_NAMES, *LAYER_KEYS}:

@@ -36,7 +36,7 @@ from loading.files import (
 from loading.models import empty_model, expected_tensors
 from loading.plain_files import error_prefix, refused
 from loading.stored import Source, Stored
-from loading.weight_names import sources
+from loading.weight_names import stored_names
 from model import Config
 from weights.formats import FORMATS
 from weights.walker import named_linears
@@ -87,9 +87,8 @@ class Layout(Protocol):
     def tensors(self, m: "Matrix") -> dict[str, Expected]:
         """Its stored tensors."""
 
-    def scheme(self, matrices: Collection["Matrix"]) -> tuple[str | None, str]:
-        """(scheme, "") if a scheme holds every matrix exactly; else (nearest scheme, reason), or
-        (None, name of the form) if none is near and the weights stay plain."""
+    def fit(self, matrices: Collection["Matrix"]) -> "Fit":
+        """The scheme that holds all of them."""
 
     def part(self, m: "Matrix", scheme: str, part: str) -> Tensor:
         """One part of a scheme that holds the matrix exactly."""
@@ -98,10 +97,20 @@ class Layout(Protocol):
         """The weights (out, in) in float32, where no scheme holds them."""
 
 
+class Fit(NamedTuple):
+    """What holds the matrices of a layout here: one of our schemes exactly, or none. Then `near` is
+    the scheme to quantize them to again, or None where they are read as floats."""
+
+    exact: str | None = None
+    near: str | None = None
+    stored_type: str = ""  # what the matrices are stored in, where no scheme holds that
+    reason: str = ""  # why none does
+
+
 class Layouts(Protocol):
     """The Layout of every module of a folder."""
 
-    is_fixed: bool  # are matrices in full precision to stay so, and all in one scheme?
+    keeps_plain: bool  # do matrices in full precision stay so, whatever --quantize says?
     unused: tuple[str, ...]  # ends of tensors that are not read
     zeros: tuple[str, ...]  # tensors of a quantized matrix that may be there if they are zeros
 
@@ -145,8 +154,8 @@ class OwnLayout:
         shapes = FORMATS[self.format].shapes(m.rows, m.columns)
         return {part: (shape, (stored_dtype(dtype),)) for part, (shape, dtype) in shapes.items()}
 
-    def scheme(self, matrices: Collection[Matrix]) -> tuple[str, str]:
-        return self.format, ""
+    def fit(self, matrices: Collection[Matrix]) -> Fit:
+        return Fit(self.format)
 
     def part(self, m: Matrix, scheme: str, part: str) -> Tensor:
         return m.get(part)
@@ -158,7 +167,7 @@ class OwnLayouts(NamedTuple):
     block_scheme: str | None
     head_scheme: str | None
 
-    is_fixed = True
+    keeps_plain = True
     unused = ()
     zeros = ()
 
@@ -196,7 +205,7 @@ def checked_source(
     model = empty_model(config, torch.float32)
     floats = expected_tensors(config, model)  # all in full precision
     linears = [name for name, _ in named_linears(model)]
-    stacks = [sources(config, f"{name}.weight") for name in ("embed", *linears)]
+    stacks = [stored_names(config, f"{name}.weight") for name in ("embed", *linears)]
     with error_prefix(path):
         matrices = find_matrices(layouts, tensors, floats, stacks, config.tie_embeddings)
         headers = with_quantized(floats, matrices)
@@ -205,11 +214,12 @@ def checked_source(
         quantized = stored_matrices(matrices)
     stored = {name: quantized.get(name) or as_stored(tensors[name]) for name in floats}
     notes = {m.layout.note for m in matrices.values()}
-    is_fixed = layouts.is_fixed and bool(matrices)
-    heads = sources(config, "lm_head.weight")
+    keeps_plain = layouts.keeps_plain and bool(matrices)
+    heads = stored_names(config, "lm_head.weight")
     schemes = {tensor.scheme for weight, tensor in quantized.items() if weight not in heads}
-    scheme = schemes.pop() if is_fixed and len(schemes) == 1 else None
-    return Source(config, linears, stored, tuple(sorted(filter(None, notes))), scheme, is_fixed)
+    # The only scheme of the blocks: --quantize may not ask for another. The head may differ.
+    scheme = schemes.pop() if keeps_plain and len(schemes) == 1 else None
+    return Source(config, linears, stored, tuple(sorted(filter(None, notes))), scheme, keeps_plain)
 
 
 def with_quantized(floats: dict[str, Expected], matrices: dict[str, Matrix]) -> dict[str, Expected]:
@@ -261,7 +271,7 @@ def find_matrices(
                 f"{quantized[0].name} is quantized and {plain[0].removesuffix('.weight')} is not,"
                 " but both are one matrix here: quantize both"
             )
-    if keys and not matrices and layouts.is_fixed:
+    if keys and not matrices and layouts.keeps_plain:
         raise UserError(
             f"config.json says that it is quantized, but none of its tensors is called"
             f" *.{' or *.'.join(sorted(keys))}"
@@ -279,24 +289,24 @@ def stored_name(weight: str, tensors: dict, tied: bool) -> str:
 
 
 def stored_matrices(matrices: dict[str, Matrix]) -> dict[str, Stored]:
-    """All matrices of a layout have the same scheme."""
+    """All matrices of a layout have the same Fit."""
     matrices_by_layout = {}
     for m in matrices.values():
         matrices_by_layout.setdefault(m.layout, []).append(m)
-    schemes = {layout: layout.scheme(group) for layout, group in matrices_by_layout.items()}
+    fits = {layout: layout.fit(group) for layout, group in matrices_by_layout.items()}
     stored = {}
     for weight, m in matrices.items():
         layout = m.layout
-        scheme, reason = schemes[layout]
+        fit = fits[layout]
         shape = (m.rows, m.columns)
-        if reason:
+        if fit.exact:
+            stored[weight] = Stored(shape, fit.exact, partial(layout.part, m, fit.exact))
+        else:
             stored[weight] = Stored(
                 shape,
                 floats=partial(layout.weight, m),
-                stored_type=scheme or reason,
-                near=scheme,
-                reason=reason,
+                stored_type=fit.stored_type,
+                near=fit.near,
+                reason=fit.reason,
             )
-        else:
-            stored[weight] = Stored(shape, scheme, partial(layout.part, m, scheme))
     return stored

@@ -50,7 +50,7 @@ YARN = {
 }
 # Keys in neither table of families.py that are read below, or that no arithmetic of a text depends
 # on.
-OTHER_KEYS = """
+ANY_VALUE_KEYS = """
 rope.dimension_count rope.scaling.type rope.scaling.factor rope.scaling.yarn_beta_fast
 rope.scaling.yarn_beta_slow nextn_predict_layers attention.layer_norm_epsilon
 attention.sliding_window_pattern attention.value_length decoder_start_token_id
@@ -202,7 +202,7 @@ def supported_keys(
     supported = supported_values(family, n_layers=0)
     supported_by_key = {
         **{key: supported.get(hf_key) for key, hf_key in hf_keys.items()},
-        **dict.fromkeys(OTHER_KEYS.split()),
+        **dict.fromkeys(ANY_VALUE_KEYS.split()),
         **HARMLESS,
         "rope.freq_base_swa": (values.get("rope.freq_base", 10000.0),),
         "expert_gating_func": (2 if family.fields.get("router_sigmoid") else 1, 0),

@@ -23,7 +23,7 @@ from loading.files import Expected, stored_dtype
 from loading.options import DTYPES
 from loading.plain_files import error_prefix
 from loading.stored import Stored, in_floats
-from loading.weight_names import pieces, sources
+from loading.weight_names import pieces, stored_names
 from model import Config, Transformer
 from tp import (
     ALONE,
@@ -82,9 +82,8 @@ def empty_model(
         scheme = schemes.get(name)
         if scheme is None:
             return None
-        formats.check_columns(
-            scheme, linear.in_features, name.replace(".attention", "").replace(".ffn", "")
-        )
+        place = name.replace(".attention", "").replace(".ffn", "")  # layers.3.down, for the message
+        formats.check_columns(scheme, linear.in_features, place)
         return QuantizedLinear.empty_like(linear, scheme)
 
     return walker.replace_linears(model, empty) if schemes else model
@@ -153,13 +152,13 @@ def load_parameters(
         linear = model.get_submodule(module)
         has_floats = is_plain(name)
         stored_name = name if has_floats else f"{module}.weight"
-        stored = [tensors[source] for source in sources(config, stored_name)]
+        stored = [tensors[source] for source in stored_names(config, stored_name)]
         if has_floats or all(tensor.scheme == linear.scheme for tensor in stored):
             targets = pieces(config, name, parameter, ranks)
             for number, (tensor, (_, rows)) in enumerate(zip(stored, targets, strict=True)):
                 values = tensor.weight(rows.dtype) if has_floats else tensor.part(part)
                 fill_shard(rows, values, spec, number, config, ranks, len(stored) == 1)
-        elif part == "codes":  # of its parts the first to come: this fills all of them
+        elif part == "codes":  # of its parts the first to come; this fills the others too
             quantize_into(linear, module, config, stored, ranks)
         report_bytes(parameter.nbytes)
 
@@ -213,7 +212,7 @@ def quantize_into(
 ) -> None:
     """Read the weights of one QuantizedLinear, one tensor at a time, quantize them and fill in the
     parts."""
-    names = sources(config, f"{name}.weight")
+    names = stored_names(config, f"{name}.weight")
     spec = shard_spec(name)
     format = linear.format
     device = linear.codes.device

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from loading.weight_names import sources
+from loading.weight_names import stored_names
 from model import Config
 from weights.formats import FORMATS, dequantize_tensor
 
@@ -27,7 +27,7 @@ class Stored:
     scheme        the scheme that holds it, or None
     part          reads a part of that scheme, by the part's name
     floats        reads the weights; it may be absent beside a scheme, whose parts give them too
-    stored_type   its file's name for the format of a quantized one; "" if that is the scheme
+    stored_type   what a quantized one is stored in, for messages; "" if that is the scheme
     near          where no scheme holds it: one to quantize it to, or None to load it as floats
     reason        why none holds it
     """
@@ -47,7 +47,7 @@ class Stored:
 
     def weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weights as floats. Those of a scheme are rounded to `dtype` as they are decoded, so
-        that no float32 copy of the matrix is made."""
+        that no float32 copy of the matrix is made; others come as they are read."""
         if self.scheme is None:
             return self.floats()
         names = FORMATS[self.scheme].shapes(*self.shape)
@@ -70,7 +70,7 @@ class Source(NamedTuple):
 
     def of(self, linear: str) -> list[Stored]:
         """What is stored of a Linear, of a fused one by source."""
-        return [self.tensors[weight] for weight in sources(self.config, f"{linear}.weight")]
+        return [self.tensors[weight] for weight in stored_names(self.config, f"{linear}.weight")]
 
     @property
     def nearest(self) -> tuple[str | None, str]:

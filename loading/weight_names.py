@@ -3,7 +3,7 @@ llama.cpp's.
 
     MODULES         our module -> the modules whose rows, one after the other, make its matrix
     module_names    a family's row of it;  hf_by_gguf  all of them
-    sources         the tensors behind one parameter;  pieces  and the rows of it that each fills
+    stored_names    the tensors behind one parameter;  pieces  and the rows of it that each fills
 
 A Family's `names` replace rows of MODULES, or add to them. This file does not know files; tp.py
 knows the rows of a rank.
@@ -71,23 +71,23 @@ def hf_by_gguf(family: Family) -> dict[str, str]:
     return names
 
 
-def sources(config: Config, name: str) -> list[str]:
+def stored_names(config: Config, name: str) -> list[str]:
     """Hugging Face tensor names behind one parameter: 'layers.3.ffn.gate_up.weight' -> gate's and
     up's. 'layers.3.ffn.gate_up.1.weight', of a fused matrix in parts, -> up's. The weights of a
     tied head are the embedding's."""
     module, part = name.rsplit(".", 1)
-    fused, _, number = module.rpartition(".")
-    if number.isdecimal():
-        return [sources(config, f"{fused}.{part}")[int(number)]]
+    fused, _, part_number = module.rpartition(".")
+    if part_number.isdecimal():
+        return [stored_names(config, f"{fused}.{part}")[int(part_number)]]
     if config.tie_embeddings and name == "lm_head.weight":
         module = "embed"
     prefix = ""
-    number = ""
+    expert = ""
     if module.startswith("layers."):
         _, layer, module = module.split(".", 2)
         prefix = f"model.layers.{layer}."
     if module.startswith("ffn.experts."):
-        _, _, number, matrix = module.split(".")
+        _, _, expert, matrix = module.split(".")
         module = f"ffn.experts.{matrix}"
     names, _ = module_names(FAMILIES[config.family], module)
     if not names:
@@ -95,7 +95,7 @@ def sources(config: Config, name: str) -> list[str]:
             f"{module}: no row of MODULES, nor of its Family's names, has its tensors"
         )
     suffix = "" if part == "selection_bias" else f".{part}"
-    return [f"{prefix}{source.format(number)}{suffix}" for source in names]
+    return [f"{prefix}{source.format(expert)}{suffix}" for source in names]
 
 
 def pieces(
@@ -104,7 +104,7 @@ def pieces(
     """(Hugging Face name, the rows of `parameter` that it fills), views of the parameter's memory.
     `parameter` holds the share of one of the ranks."""
     module, _ = name.rsplit(".", 1)
-    names = sources(config, name)
+    names = stored_names(config, name)
     parts = [parameter]
     # ERNIE's bias has a row for each group of experts, of which there is one.
     if "moe_statics" in names[0]:

@@ -23,7 +23,7 @@ from loading.models import empty_model, random_model
 from loading.saving import save_model, write_tensors
 from loading.target import load_target
 from loading.tokenizer import Tokenizer
-from loading.weight_names import pieces, sources
+from loading.weight_names import pieces, stored_names
 from weights.walker import quantize_model
 
 
@@ -90,7 +90,7 @@ def test_what_a_model_holds_in_float32_is_written_so(tmp_path):
         source
         for name, parameter in want.named_parameters()
         if parameter.dtype == torch.float32
-        for source in sources(config, name)
+        for source in stored_names(config, name)
     }
     assert any(name.endswith("mlp.gate.weight") for name in in_float32)
 

@@ -6,12 +6,13 @@ give the distributions that tokens were drawn from, in rounds of any length with
 accepted; broken drafters must not.
 """
 
+import copy
 import json
 import math
 
 import pytest
 import torch
-from conftest import config_json
+from conftest import config_json, in_context
 from reference import angles, logits, norm, rotate, swiglu
 from safetensors.torch import load_file
 from test_drafts import (
@@ -372,6 +373,7 @@ def test_blocks_at_the_end_of_the_context(target, target_folder, tmp_path):
         DFlashTwin(folder, target_folder),
     )
     S = Engine(target, 2, 31).runner.S  # rounded up
+    target = in_context(copy.copy(target), S)
     engine, new = Engine(target, 2, S - 1, drafter=drafter, speculate_k=1), S - 1 - len(PROMPTS[0])
     rows = rows_of(
         target, PROMPTS[:2], engine=engine, max_new_tokens=[new, 2], sampling=Sampling(1.3)

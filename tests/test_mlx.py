@@ -25,7 +25,7 @@ from loading.quantization import choose_schemes
 from loading.quantized.detection import mlx_layout
 from loading.saving import save_model
 from loading.stored import in_floats
-from loading.weight_names import sources
+from loading.weight_names import stored_names
 from tp import Ranks
 from weights.formats import FORMATS, dequantize_tensor
 from weights.walker import named_linears, pack_model
@@ -128,7 +128,7 @@ def assert_holds(model, weights: dict) -> None:
     """Every Linear and the embedding, bit for bit."""
     config = model.config
     for name, linear in named_linears(model):
-        want = torch.cat([weights[source] for source in sources(config, f"{name}.weight")])
+        want = torch.cat([weights[source] for source in stored_names(config, f"{name}.weight")])
         quantized = hasattr(linear, "scheme")
         got = linear.dequantized(F32) if quantized else linear.weight
         assert torch.equal(got, want), name
@@ -207,10 +207,10 @@ def test_pieces_of_two_ranks_are_slices(settings, written):
     for rank in range(2):
         ranks = Ranks(rank, 2)
         model = models.allocate(models.empty_model(source.config, F32, schemes, ranks), "cpu")
-        stored_names = [name for name, _ in model.named_parameters()]
-        models.load_parameters(model, stored_names, source.tensors, ranks)
+        parameters = [name for name, _ in model.named_parameters()]
+        models.load_parameters(model, parameters, source.tensors, ranks)
         for name, linear in named_linears(model):
-            names = sources(source.config, f"{name}.weight")
+            names = stored_names(source.config, f"{name}.weight")
             dim = 1 if name.endswith(("out", "down")) else 0
             want = torch.cat([weights[source].chunk(2, dim)[rank] for source in names])
             assert torch.equal(dequantize_tensor(linear.parts(), linear.scheme), want), name
@@ -408,8 +408,7 @@ def test_mlx_itself_agrees(mode, bits, group, tmp_path):
     want = torch.tensor(mx.dequantize(*theirs, group_size=group, bits=bits, mode=mode).tolist())
     layout = mlx_layout({"mode": mode, "bits": bits, "group_size": group})
     m = Matrix("m", 24, 256, open_tensors([tmp_path / "model.safetensors"]), layout)
-    scheme, reason = layout.scheme([m])
-    assert reason is None
+    scheme = layout.fit([m]).exact
     parts = {part: layout.part(m, scheme, part) for part in FORMATS[scheme].shapes(24, 256)}
     got = dequantize_tensor(parts, scheme)
     assert (got - want).abs().max() <= 2**-23 * want.abs().max()

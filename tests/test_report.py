@@ -208,7 +208,7 @@ def test_auto_drafts_less_where_few_rows_match():
         length.observe(1.0)
     assert length.choose() == 3
     for _ in range(100):
-        length.observe(1.0), length.drafted(1, 8)
+        length.observe(1.0), length.observe_share(1, 8)
     assert length.choose() == 0
 
 

@@ -1080,7 +1080,7 @@ def test_rows_between_one_and_all_cost_in_proportion(margins):
 
 def test_auto_remembers_a_draft_from_one_answer_to_the_next(margins):
     """A poor draft is tried in the first answer, and again only after 64 plain steps, in whatever
-    answer they are."""
+    answer they are. Another K starts anew."""
     target, _, want = margins
     drafter = ModelDraft(tiny(99, n_layers=1, vocab_size=target.config.vocab_size))
     engine = Engine(target, 1, 64, drafter=drafter, speculate_k="auto")
@@ -1098,6 +1098,10 @@ def test_auto_remembers_a_draft_from_one_answer_to_the_next(margins):
     first = ks_of_answer()
     assert first == [1] * 4 + [0] * (len(first) - 4)
     assert set(ks_of_answer()) == {0}
+    engine.planner.speculate_k = 2
+    assert ks_of_answer()[:9] == [2] * 9
+    engine.planner.speculate_k = "auto"
+    assert ks_of_answer() == first
 
 
 @pytest.mark.one_in(4)

@@ -136,7 +136,8 @@ class RowKernel(nn.Module):
 
 class PackedWeights(RowKernel):
     """Weights (out, in), bfloat16, float16 or float32, in oneDNN's layout for products with few
-    rows. They stay on the CPU and are never unpacked."""
+    rows. They stay on the CPU and are never unpacked. Forms for other kernels inherit from it, and
+    override `prepack` and `kernel`."""
 
     # Rows that cost little more than one in 16 bits: a row is padded to fewer of them.
     tile_rows = TILE_ROWS

@@ -297,7 +297,8 @@ class KQuant(Int4):
     group: int = 256
     scale_dtype: torch.dtype = torch.float32  # which holds an integer times its unit exactly
     center: int = 0
-    factors: Symmetric = Symmetric(8, 8, torch.float16, max_code=63)  # its group: runs of a group
+    # The format of scales and zeros, of which a row has one for each run of inputs.
+    factors: Symmetric = Symmetric(8, 8, torch.float16, max_code=63)
 
     @property
     def run(self) -> int:

@@ -71,8 +71,9 @@ class RowsLinear(RowKernel):
 
     @property
     def batch_invariant_rows(self) -> int:
-        kernel = super() if self.packed is None else self.packed
-        return kernel.batch_invariant_rows
+        if self.packed is None:
+            return super().batch_invariant_rows
+        return self.packed.batch_invariant_rows
 
     def product(self, x: Tensor) -> Tensor:
         """x (M, in) -> (M, out), without bias."""

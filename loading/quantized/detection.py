@@ -85,7 +85,7 @@ class ForeignLayouts(NamedTuple):
     zeros = ("bias", "weight_zero_point")
 
     @property
-    def is_fixed(self) -> bool:
+    def keeps_plain(self) -> bool:
         """Not gpt-oss's, whose experts are always quantized."""
         return self.settings["quant_method"] != "mxfp4"
 

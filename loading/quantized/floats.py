@@ -18,7 +18,7 @@ from torch import Tensor
 
 from decoding.errors import UserError
 from loading.files import Expected
-from loading.folder import Matrix, OwnLayout
+from loading.folder import Fit, Matrix, OwnLayout
 from loading.plain_files import parse_json, refused
 from loading.quantized.layouts import FLOATS, IntegerLayout
 from weights.formats import FORMATS, check_finite
@@ -73,9 +73,9 @@ class Fp8(Int8Rows):
     def codes(self, m):
         return m.get("weight")
 
-    def scheme(self, matrices):
+    def fit(self, matrices):
         name = "fp8" if self.group == -1 else f"fp8-g{self.group}"
-        return name + self.suffix(matrices), ""
+        return Fit(name + self.suffix(matrices))
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,8 @@ class Table4:
             headers["weight.nested_quant_map"] = ((256,), ("F32",))
         return headers
 
-    def scheme(self, matrices):
-        return None, f"bitsandbytes' {self.table}"
+    def fit(self, matrices):
+        return Fit(stored_type=f"bitsandbytes' {self.table}")
 
     def weight(self, m):
         state = self.state(m)

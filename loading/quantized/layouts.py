@@ -21,7 +21,7 @@ from torch import Tensor
 
 from decoding.errors import UserError
 from loading.files import Expected
-from loading.folder import Matrix
+from loading.folder import Fit, Matrix
 from weights.formats import FORMATS, by_chunks, unpack_bits
 
 # Stored types, as safetensors calls them.
@@ -86,7 +86,8 @@ class IntegerLayout:
         return self.get(m, self.scale_key)
 
     def zero_points(self, m: Matrix, offset: int = 0) -> Tensor:
-        """(out, groups), in [0, 2^bits). `offset` is added to every stored word."""
+        """(out, groups), in [0, 2^bits). `offset` is added to every stored word, so that it carries
+        from code to code, as in GPTQModel."""
         if not self.has_zeros:
             return torch.full((m.rows, self.groups(m)), self.middle)
         words = self.get(m, self.zero_key).T + offset  # (groups, out * bits / 32)
@@ -118,19 +119,20 @@ class IntegerLayout:
         """Is every zero point the middle code?"""
         return bool((self.zero_points(m) == self.middle).all())
 
-    def scheme(self, matrices: Collection[Matrix]) -> tuple[str, str]:
+    def fit(self, matrices: Collection[Matrix]) -> Fit:
         is_centred = all(map(self.is_centred, matrices))
         suffix = self.suffix(matrices) if is_centred else "-float32"
         if self.bits == 8:
             has_rows = all(self.groups(m) == 1 for m in matrices)
             if is_centred and has_rows:
-                return f"int8{suffix}", ""
+                return Fit(f"int8{suffix}")
             reason = "its 8-bit codes have scales of groups, or zero points"
-            return "int8", f"{reason}; int8 has one scale a row"
+            return Fit(None, "int8", "8 bits", f"{reason}; int8 has one scale a row")
         for size in (128, 64, 32):
             if all(are_runs(self.group_of(m), size) for m in matrices):
-                return f"int4-g{size}{suffix}", ""
-        return "int4-g32", "its groups are not runs of 32 neighbouring inputs, as with act-order"
+                return Fit(f"int4-g{size}{suffix}")
+        reason = "its groups are not runs of 32 neighbouring inputs, as with act-order"
+        return Fit(None, "int4-g32", "4 bits", reason)
 
     def suffix(self, matrices: Collection[Matrix]) -> str:
         """Of the scheme that holds the scales: ours are bfloat16, or float32."""
