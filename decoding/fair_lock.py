@@ -1,31 +1,30 @@
 """A lock that threads get in turn.
 
-FairLock        a re-entrant lock: who waits comes before who has just released it
+FairLock        a threading.RLock that a waiting thread gets before the one that just released it
 """
 
 import threading
 
 
-class FairLock:
-    """A lock for `with`, which a thread may take again while it has it, as threading.RLock. That
-    one is mostly taken back before a waiting thread has woken up: of two threads that step the same
-    engine, one would wait until the other's answer has ended."""
+class FairLock(type(threading.RLock())):
+    """A threading.RLock for `with`, which a thread may take again while it has it. A plain one is
+    mostly taken back before a waiting thread has woken up: of two threads that step the same
+    engine, one would wait until the other's answer has ended.
+
+    Its steps are RLock's own, in C, so that Ctrl-C comes before or after each of them."""
 
     def __init__(self):
-        self.lock = threading.Lock()
-        self.next = threading.Lock()  # held by the thread that gets `lock` next
-        self.owner: int | None = None
-        self.depth = 0
+        self.next = threading.RLock()  # held by the thread that gets this lock next
 
-    def __enter__(self) -> None:
-        if self.owner != threading.get_ident():
+    @property
+    def __enter__(self):
+        return super().__enter__ if self._is_owned() else self.wait
+
+    def wait(self) -> None:
+        try:
             with self.next:
-                self.lock.acquire()
-                self.owner = threading.get_ident()
-        self.depth += 1
-
-    def __exit__(self, *error) -> None:
-        self.depth -= 1
-        if self.depth == 0:
-            self.owner = None
-            self.lock.release()
+                self.acquire()
+        except BaseException:  # such as Ctrl-C just after `acquire`
+            if self._is_owned():
+                self.release()
+            raise

@@ -55,7 +55,9 @@ def next_prompt(engine) -> Request | None:
 
 def prefill(engine, request: Request) -> int:
     """Run the next chunk of a prompt through all models; returns its cost in tokens. The last chunk
-    decides the first token."""
+    decides the first token. If only the prompt's last token is left, as of several answers to one
+    prompt, it joins the next decode step, provided that there are other requests. An engine that
+    runs rounds does not do this: a round may take the first token from a draft instead."""
     device = engine.runner.device
     begin = timestamp(device)
     slot = request.slot
@@ -66,6 +68,10 @@ def prefill(engine, request: Request) -> int:
     if is_last_chunk:
         request.status = Status.DECODING
         engine.batch.activate(slot.index, end)
+        lacks_one = request.num_computed == end - 1
+        joins_step = lacks_one and end > 1 and len(engine.requests) > 1 and not engine.planner.ks
+        if joins_step:
+            return 0  # the next decode step runs it, and decides the first token
     rows = engine.rows(slot.index, slot.index + 1)
     batch = rows.batch
     running = [(0, request)]

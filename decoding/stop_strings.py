@@ -25,11 +25,13 @@ class StopStrings:
         stops = [stop for stop in stops if stop]
         self.stops = {*stops}
         self.mark_by_id = {}
+        self.name_by_mark = {}
         self.texts = {}  # of marks
         names = [name for name in specials or {} if any(name in stop for stop in stops)]
         names.sort(key=len, reverse=True)
         for mark, name in enumerate(names, start=0xD800):
             self.mark_by_id[specials[name]] = chr(mark)
+            self.name_by_mark[chr(mark)] = name
             stops = [stop.replace(name, chr(mark)) for stop in stops]
         self.stops.update(stops)
         self.pending = ""
@@ -47,8 +49,9 @@ class StopStrings:
         mark = self.mark_by_id.get(id)
         if mark is None:
             return self.feed(text)
-        self.texts[mark] = text  # special tokens have none, but where they are visible
-        return self.feed(mark)
+        before = text.removesuffix(self.name_by_mark[mark])  # of an earlier token's bytes
+        self.texts[mark] = text[len(before) :]  # "" unless the token is visible
+        return self.feed(before + mark)
 
     def feed(self, text: str) -> str:
         """The text that is now certain to precede every stop string. Sets `stopped` once the first

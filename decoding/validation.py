@@ -86,7 +86,7 @@ def unknown_id(ids: Iterable[int], vocab_size: int) -> str:
     for id in ids:
         try:
             is_known = int(id) == id and 0 <= id < vocab_size
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             is_known = False
         if not is_known:
             return f"holds token id {id!r:.99}, outside the vocabulary of {vocab_size}"

@@ -100,8 +100,8 @@ def message_forms(
     messages: list[dict], developer: str, content_form: Callable[[object], object]
 ) -> Iterator[list[dict]]:
     """The conversation in the forms that a template may expect, the commonest first; none comes
-    twice, and without tool calls and content in parts there is one. `developer`: the role that
-    developers have there. A template may loop over the parts of some roles, and read a text of
+    twice, and without tool calls and kept parts there is one. `developer`: the role that developers
+    have there. A template that keeps parts may loop over those of some roles, and read a text of
     others.
 
     DeepSeek's templates join a call's arguments as text, others write them by tojson or read their
@@ -109,8 +109,9 @@ def message_forms(
     gives them, others join an empty one.
     """
     earlier = []
+    content_forms = (keep_parts, join_parts) if content_form is keep_parts else (content_form,)
     for choice in itertools.product(
-        (content_form, join_parts),
+        content_forms,
         ({}, {"content": None}, {"content": ""}),
         (parse_arguments, write_arguments, wrap_arguments),
     ):

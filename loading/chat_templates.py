@@ -153,7 +153,9 @@ class ChatTemplate:
             if message.get("role") != "assistant" and not is_shown(message, text):
                 self.check_shown(number, text, variables)
             content = message.get("content")
-            if isinstance(content, list) and any(str(part) in text for part in content):
+            # Where only users' parts are kept, and the next form has text (`message_forms`).
+            has_parts = self.content_form is keep_parts and isinstance(content, list)
+            if has_parts and any(str(part) in text for part in content):
                 raise LossError(f"messages[{number}]: the chat template takes text, no parts")
         return text
 

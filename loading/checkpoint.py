@@ -226,8 +226,9 @@ class Checkpoint:
         precision."""
         layouts = own_layouts(self.hf, self.config_file)
         quantization_config = self.hf.get("quantization_config")
-        is_foreign = isinstance(quantization_config, dict)  # anything else is refused elsewhere
-        return layouts.block_scheme or (is_foreign and quantization_config.get("quant_method"))
+        if not isinstance(quantization_config, dict):  # what is no object is refused elsewhere
+            quantization_config = {}
+        return layouts.block_scheme or quantization_config.get("quant_method")
 
     def fingerprints(self) -> dict[str, str]:
         """Hashes of config.json, of the tensors and of the adapter.

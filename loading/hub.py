@@ -65,6 +65,8 @@ def download(repo: str, revision: str | None = None, gguf_type: str | None = Non
         for file in sorted(folder.rglob(pattern))
         if VISION not in file.name
     ]
+    exact = re.compile(rf".*[-.]{re.escape(gguf_type)}(-\d{{5}}-of-\d{{5}})?\.gguf")
+    files = [file for file in files if exact.fullmatch(file.name)] or files
     models = {re.sub(r"-\d{5}-of-\d{5}", "", file.name) for file in files}
     if len(models) != 1:
         matches = ", ".join(sorted(models)) or "none; the model's page on the hub lists its files"

@@ -196,6 +196,24 @@ def test_parts_are_text_where_a_template_does_not_loop_over_them(chat_folder, ro
 
 
 @pytest.mark.parametrize("chat_folder", ["mistral"], indirect=True)
+@pytest.mark.parametrize(
+    "template",
+    [
+        PARTS,
+        "{% for m in messages %}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% endfor %}",
+    ],
+)
+def test_a_text_may_quote_a_part(chat_folder, template):
+    """Whatever form the template reads: it is text, and no part that was printed."""
+    (chat_folder / "chat_template.jinja").write_text(template)
+    tokenizer = load_tokenizer(chat_folder)
+    quoted = "{'type': 'text', 'text': 'hi'}"
+    for content in ("hi", [{"type": "text", "text": "hi"}]):
+        messages = [{"role": "user", "content": content}, {"role": "user", "content": quoted}]
+        assert tokenizer.decode(conversation_ids(tokenizer, messages)).endswith(quoted)
+
+
+@pytest.mark.parametrize("chat_folder", ["mistral"], indirect=True)
 def test_what_templates_are_given(chat_folder):
     """Names that only the model knows, tools as none, and the tag that marks training text."""
     from transformers import AutoTokenizer

@@ -1,5 +1,6 @@
 """generate.py: the loop against transformers and against itself alone."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -499,6 +500,7 @@ def test_stop_ids_and_numbers_of_tokens_of_any_form(folder_of):
         ([5], {"stop_ids": [None]}, r"stop_ids = \[None\] must be token ids"),
         ([None, 5], {}, "holds token id None, outside the vocabulary"),
         (["a"], {}, "holds token id 'a', outside the vocabulary"),
+        ([math.inf], {}, "holds token id inf, outside the vocabulary"),
         ([5], {"prompt_logprobs": 5.0}, r"logprobs = 5\.0 must be a whole number"),
         ([5], {"prompt_logprobs": -1}, "logprobs = -1 must be at least 0"),
     ],

@@ -1024,6 +1024,9 @@ def test_phi_3s_special_tokens_take_white_space_after_them(name, tmp_path, story
         "<s>\n<|user|>the cat<|end|><|user|>", parse_special=True, bos=False
     )
     assert (ids == stripped) == name.lower().startswith("phi")
+    begins = ("<s>\na", "<s>a")  # <s> keeps it
+    encoded = [tokenizer.encode(text, parse_special=True, bos=False) for text in begins]
+    assert encoded[0] != encoded[1]
 
 
 @pytest.mark.parametrize("unknown", [-1, 4, None])

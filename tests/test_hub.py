@@ -262,7 +262,7 @@ def test_a_type_is_one_model(hub, tmp_path):
     types = ("BF16", "F16", "Q4_0", "Q4_0_4_4", "Q4_K_M", "UD-Q4_K_XL", "Q4_K_S", "iq4_xs")
     parts = [f"Q8_0/m.Q8_0-0000{part}-of-00002.gguf" for part in (1, 2)]
     files = [
-        *(f"m-{type}.gguf" for type in types),
+        *(f"m-{type}.gguf" for type in (*types, "q4_0")),
         "n-Q4_0_4_4.gguf",
         *parts,
         "mmproj-model-F16.gguf",  # a vision encoder
@@ -277,6 +277,7 @@ def test_a_type_is_one_model(hub, tmp_path):
         "iq4_xs": "m-iq4_xs.gguf",
         "IQ4_XS": "m-iq4_xs.gguf",  # publishers differ in case
         "q4_k_m": "m-Q4_K_M.gguf",
+        "q4_0": "m-q4_0.gguf",  # there are both
         "Q8_0": parts[0],
     }
     names = [f"tiny/types:{type}" for type in expected]

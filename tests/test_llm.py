@@ -11,8 +11,10 @@ import itertools
 import json
 import pickle
 import shutil
+import signal
 import sys
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,6 +24,7 @@ from conftest import ROOT
 
 from decoding.answers import Completion
 from decoding.errors import UserError
+from decoding.fair_lock import FairLock
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
 from generate import LLM, decode
@@ -621,6 +624,59 @@ def test_threads_share_an_llm(draft):
             assert list(threads.map(answer, range(8))) == wanted
     assert not llm.running and not llm.engine.has_unfinished()
     assert [alone(llm, prompt, **one) for prompt, one in zip(prompts, settings)] == wanted
+
+
+def test_threads_take_a_lock_in_turn():
+    """Also by a thread that has it already; and each has it alone."""
+    lock = FairLock()
+    counts = [0, 0, 0]
+    inside = []
+    end = time.monotonic() + 0.5
+
+    def work(number: int) -> None:
+        while time.monotonic() < end:
+            with lock, lock:
+                inside.append(number)
+                counts[number] += 1
+                time.sleep(0.001)
+                assert inside.pop() == number and not inside
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(work, range(3)))
+    assert min(counts) > max(counts) / 3 > 10, counts
+
+
+def test_a_signal_handler_may_use_the_lock_that_its_thread_waits_for():
+    """And an interrupt while a thread waits leaves the lock to others."""
+    lock = FairLock()
+    handled = []
+
+    def handle(*_) -> None:
+        with lock:
+            handled.append(True)
+        raise InterruptedError
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            time.sleep(0.2)
+            signal.raise_signal(signal.SIGUSR1)  # the main thread's, whatever thread raises it
+            time.sleep(0.2)
+
+    held = threading.Event()
+    before = signal.signal(signal.SIGUSR1, handle)
+    thread = threading.Thread(target=hold)
+    try:
+        thread.start()
+        held.wait()
+        with pytest.raises(InterruptedError), lock:
+            time.sleep(1)
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert handled == [True]
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(lock.acquire, timeout=5).result()
 
 
 def test_a_thread_that_waits_gets_its_turn(llm):

@@ -63,6 +63,21 @@ def test_a_visible_special_token_stays_in_the_text(sp_folder):
     assert "".join(texts) + stops.flush() == "cat<s> cat" and stops.stopped
 
 
+def test_bytes_before_a_visible_token_are_not_its_own():
+    """Half a character is released with the token behind it, and may wait with an equal one."""
+
+    class Stream:
+        texts = iter(["", "\N{REPLACEMENT CHARACTER}<s>", "<s>", "x"])
+
+        def feed(self, id: int) -> str:
+            return next(self.texts)
+
+    stream = Stream()
+    stops = StopStrings(["<s><s><s>y"], {"<s>": 1})
+    text = "".join(stops.feed_token(id, stream, is_last=False) for id in (7, 1, 1, 8))
+    assert text + stops.flush() == "\N{REPLACEMENT CHARACTER}<s><s>x"
+
+
 def test_a_stop_string_that_names_special_tokens_ends_at_them(sp_folder):
     """They have no text. Among other characters the name matches in order; a part of a name does
     not match the token, and a text that spells the name is a text as before."""

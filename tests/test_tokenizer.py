@@ -1,8 +1,10 @@
 """loading/tokenizer.py and loading/tokenizers/: the libraries' own ids, text back without a broken
 character."""
 
+import copy
 import itertools
 import json
+import pickle
 import random
 import re
 import shutil
@@ -1436,6 +1438,12 @@ def test_the_space_in_front_is_transformers_whatever_the_file_says(prefix_models
                     settings,
                     text,
                 )
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_tokenizer_can_be_copied(copied, text_folder):
+    tokenizer = load_tokenizer(text_folder)
+    assert copied(tokenizer).encode("the cat") == tokenizer.encode("the cat")
 
 
 def test_threads_encode_in_modes_of_their_own(text_folder, sp_folder):

@@ -535,8 +535,10 @@ def test_a_parameters_name_may_be_a_word_of_the_form():
 
 
 def test_types_of_alternatives_are_all_of_theirs():
-    nested = {"anyOf": [{"type": ["string", "null"]}, {"oneOf": [{"type": "integer"}, {}]}]}
-    assert schema_types(nested) == ["string", "null", "integer"]
+    """One of any type is any."""
+    nested = [{"type": ["string", "null"]}, {"oneOf": [{"type": "integer"}]}]
+    assert schema_types({"anyOf": nested}) == ["string", "null", "integer"]
+    assert schema_types({"anyOf": [*nested, {"$ref": "#/$defs/P"}]}) == []
 
 
 @pytest.mark.parametrize(

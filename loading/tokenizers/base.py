@@ -21,8 +21,8 @@ END_NAMES = """
 <|end_of_text|> <|eot_id|> <|eom_id|> <|im_end|> <|endoftext|> <|end|> <|end_of_turn|>
 <end_of_turn> <｜end▁of▁sentence｜>
 """
-# In gpt-oss's vocabulary <|end|> ends a message, such as the analysis, and the answer follows.
-# Of gpt-oss and of Solar Open, where <|end|> ends a message, and the answer follows.
+# Of gpt-oss and of Solar Open, where <|end|> ends a message, such as the analysis, and the answer
+# follows.
 MESSAGE_ENDS = ({"<|call|>", "<|return|>"}, {"<|calls|>", "<|flush|>"})
 
 
@@ -63,6 +63,12 @@ class Runtime(ABC):
         # Bytes of added tokens that the library does not decode.
         self.bytes_by_id = {id: name.encode() for name, id in literals.items() if literals_are_raw}
         self.bytes_by_id |= dict.fromkeys(names, b"")
+
+    def __getstate__(self) -> dict:
+        return vars(self) | {"_lock": None}  # which cannot be copied
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state, _lock=threading.Lock())
 
     @abstractmethod
     def encode(self, text: str, parse_special: bool = False) -> list[int]:

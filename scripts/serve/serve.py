@@ -433,7 +433,9 @@ class Api:
                 raise UserError(f"JSON answers need an end token: {reason}")
             return form.grammar(self.grammars)
         except (UserError, RecursionError) as error:
-            logged = f"{key}: the schema cannot be obeyed"  # the message quotes it
+            # The message may quote the schema.
+            is_of_schema = str(error).startswith("the schema")
+            logged = f"{key}: the schema cannot be obeyed" if is_of_schema else None
             raise Refusal(f"{key}: {error}", key, logged=logged) from None
 
     def encode_prompts(self, request: TextRequest) -> list[EncodedPrompt]:

@@ -276,7 +276,8 @@ def schema_types(schema: object) -> list:
         case {"type": list(names)}:
             return names
         case {"anyOf": list(parts)} | {"oneOf": list(parts)}:
-            return list(itertools.chain(*map(schema_types, parts)))
+            types = [*map(schema_types, parts)]
+            return [*itertools.chain(*types)] if all(types) else []
     return []
 
 
