@@ -69,8 +69,9 @@ NAME_ERRORS = (OSError, ValueError, RuntimeError)
 
 def messages_of(lines: bytes, file: str) -> list[dict]:
     """The messages of the last line of JSON. UserError for a line that holds no conversation."""
-    *earlier, last = lines.rstrip().split(b"\n")
-    prompts, errors = parse_lines([*(b"" for _ in earlier), last], file)  # empty, but counted
+    all_lines = lines.rstrip().split(b"\n")
+    all_lines[:-1] = [b""] * (len(all_lines) - 1)  # an error counts the lines before it
+    prompts, errors = parse_lines(all_lines, file)
     if errors:
         raise UserError(errors[0])
     messages = prompts[0].messages or []

@@ -61,9 +61,9 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=line)
 
     def error(self, message: str):
-        word, *_ = [*message.removeprefix("unrecognized arguments: ").split(), ""]
-        similar = difflib.get_close_matches(word, self._option_string_actions, n=1)
-        if similar and word.startswith("--"):
+        words = message.removeprefix("unrecognized arguments: ").split() or [""]
+        similar = difflib.get_close_matches(words[0], self._option_string_actions, n=1)
+        if similar and words[0].startswith("--"):
             message = f"{message}; did you mean {similar[0]}?"
         fail(message)
 

@@ -103,14 +103,15 @@ def message_text(message: dict) -> object:
     return "" if content is None and message.get("tool_calls") else content
 
 
-COUNT = f"a whole number from 0 to {LARGEST_SEED - 1:,}"
+LARGEST = f"{LARGEST_SEED - 1:,}"
 LINE_KEYS = {
     "prompt": LineKey(lambda x: is_text(x) and x, "a text of at least one character"),
     "messages": LineKey(is_conversation, 'a list of {"role", "content"}, at least one'),
     "id": LineKey(lambda x: True, "any value"),
-    "max_new_tokens": LineKey(lambda x: is_count(x) and x, COUNT.replace("from 0", "from 1")),
+    "max_new_tokens": LineKey(lambda x: is_count(x) and x, f"a whole number from 1 to {LARGEST}"),
     "seed": LineKey(
-        lambda x: is_count(x) or is_random(x), f"{COUNT}, or {RANDOM_SEED} for a random one"
+        lambda x: is_count(x) or is_random(x),
+        f"a whole number from 0 to {LARGEST}, or {RANDOM_SEED} for a random one",
     ),
     "stop": LineKey(is_stop, "a string or a list of them"),
     "parse_special": LineKey(lambda x: isinstance(x, bool), "true or false"),

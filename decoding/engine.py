@@ -266,7 +266,7 @@ class Engine:
                 return events + self.read(max_in_flight=0)
             begin_s = time.perf_counter()
             plans = self.planner.plan(requests, self.readback.steps)
-            draft_s = time.perf_counter() - begin_s  # `expect` makes the drafts of texts there
+            draft_s = time.perf_counter() - begin_s  # n-gram and suffix drafts are made by `expect`
             # After plain steps the draft's own cache lacks positions. Which ones is known once all
             # launched steps are read. A request may end there: it stays in `plans`, and runs no
             # more.

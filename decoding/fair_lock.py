@@ -18,6 +18,7 @@ class FairLock(type(threading.RLock())):
 
     @property
     def __enter__(self):
+        """RLock's own where this thread has the lock already, otherwise `wait`."""
         return super().__enter__ if self._is_owned() else self.wait
 
     def wait(self) -> None:

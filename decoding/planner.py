@@ -40,7 +40,9 @@ class Step(NamedTuple):
     def drafting(self) -> list[tuple[int, Request]]:
         """The (row, request) pairs that draft."""
         ks = {request: plan.k for plan in self.plans for request in plan.requests}
-        return [(row, request) for row, request in self.requests if ks[request] * request.may_draft]
+        return [
+            (row, request) for row, request in self.requests if ks[request] and request.may_draft
+        ]
 
     @property
     def runs_drafter(self) -> bool:

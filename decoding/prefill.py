@@ -55,9 +55,10 @@ def next_prompt(engine) -> Request | None:
 
 def prefill(engine, request: Request) -> int:
     """Run the next chunk of a prompt through all models; returns its cost in tokens. The last chunk
-    decides the first token. If only the prompt's last token is left, as of several answers to one
-    prompt, it joins the next decode step, provided that there are other requests. An engine that
-    runs rounds does not do this: a round may take the first token from a draft instead."""
+    decides the first token. If only the prompt's last token is left, as in the second of several
+    answers to one prompt, it joins the next decode step, provided that there are other requests. An
+    engine that runs rounds does not do this: a round may take the first token from a draft
+    instead."""
     device = engine.runner.device
     begin = timestamp(device)
     slot = request.slot

@@ -26,7 +26,7 @@ class StopStrings:
         self.stops = {*stops}
         self.mark_by_id = {}
         self.name_by_mark = {}
-        self.texts = {}  # of marks
+        self.texts = {}  # mark -> the text of its token
         names = [name for name in specials or {} if any(name in stop for stop in stops)]
         names.sort(key=len, reverse=True)
         for mark, name in enumerate(names, start=0xD800):

@@ -94,7 +94,8 @@ def unknown_id(ids: Iterable[int], vocab_size: int) -> str:
 
 
 def check_stop_ids(stop_ids: Iterable[int]) -> frozenset[int]:
-    """Stop ids, of any integers, as Python's. UserError for one that is none."""
+    """The stop ids as Python integers, given a tensor's or numpy's too. UserError for an id that is
+    no integer."""
     try:
         return frozenset(index(id) for id in stop_ids)
     except TypeError:

@@ -112,9 +112,8 @@ class Drafter(nn.Module):
         a list with one number for each token of its draft: the probability that it and all tokens
         before it are accepted. []: no draft; None: the drafter cannot tell. Up to `unread` decided
         tokens of a row have not reached the host yet."""
-        max_length = self.max_positions - 1
         return [
-            None if request.may_draft and request.num_positions <= max_length else []
+            None if request.may_draft and request.num_positions < self.max_positions else []
             for request in requests
         ]
 

@@ -179,7 +179,7 @@ class DFlashDraft(HiddenStateDraft, ParallelDraft):
         h = self.model.block_hidden(tokens, block_begin + steps, caches)  # (B, W, D)
         h = h[:, self.first_drawn : self.first_drawn + K]  # (B, K, D)
         logits = self.model.head(h)  # (B, K, V)
-        if not self.model.markov_head:  # an empty one
+        if not self.model.markov_head:  # an empty Sequential: there is none
             self.draw(batch, logits, pos + 1 + steps[:K])
             return
         logits = logits[..., : self.vocab]

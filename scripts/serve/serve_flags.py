@@ -53,7 +53,7 @@ def is_origin(text: str) -> bool:
         parts = urlsplit(text)
     except ValueError:  # such as half an IPv6 address
         return False
-    return text == f"{parts.scheme}://{parts.netloc}" != "://"
+    return bool(parts.netloc) and text == f"{parts.scheme}://{parts.netloc}"
 
 
 def parse_args(argv: Sequence[str] | None = None) -> ServerOptions:
