@@ -407,7 +407,7 @@ def test_long_prompts_of_generation_are_cut(model, tokenizer, capsys):
     assert "1 of 2 requests do not fit in 64 positions" in capsys.readouterr().err
 
 
-def test_a_special_token_named_as_a_stop_is_met_as_an_id(model, tokenizer):
+def test_a_special_token_named_as_a_stop_is_met_as_an_id(model, tokenizer, tmp_path):
     ids = [
         id
         for _, id in generate(
@@ -415,8 +415,12 @@ def test_a_special_token_named_as_a_stop_is_met_as_an_id(model, tokenizer):
         )
     ]
     third = next(n for n, id in enumerate(ids) if n > 2 and id not in ids[:n])
-    tokenizer.specials["<|turn|>"] = ids[third]
-    (text,) = QuickdraftLM(model, tokenizer).generate_until(
+    folder = shutil.copytree(DEMO, tmp_path / "special")
+    path = folder / "tokenizer_config.json"
+    added = {str(ids[third]): {"content": "<|turn|>", "special": True}}
+    settings = json.loads(path.read_text()) | {"added_tokens_decoder": added}
+    path.write_text(json.dumps(settings))
+    (text,) = QuickdraftLM(model, load_tokenizer(folder)).generate_until(
         requests(
             "generate_until", [("Once upon a time", {"until": ["<|turn|>"], "max_gen_toks": 20})]
         ),
