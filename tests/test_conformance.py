@@ -582,6 +582,15 @@ class Remembers(SinksAndRing):
             return super().attend(q, visible, sinks)
 
 
+class SharedScale(KVCache):
+    """Keys as 8-bit codes with a scale that all positions of a row share."""
+
+    def read(self, B, visible):
+        keys, values = super().read(B, visible)
+        scale = keys.abs().amax(dim=(2, 3), keepdim=True) / 127
+        return [(keys / scale).round() * scale, values]
+
+
 class WrongRow(KVCache):
     """Reads the first rows, whatever rows run."""
 
@@ -630,6 +639,7 @@ def test_caches_conform(cache, options):
         (Unparked, RING, "Rows without a text, which write from parked_pos on, beside others"),
         (WrongRow, {}, r"row 1 at position \d+.* what `attend` reads for each row"),
         (Int8Cache, {"tolerance": 1e-5}, "attention is off by 0.00"),
+        (SharedScale, {"tolerance": 0.1}, "Drafts that were rejected changed what it reads"),
     ],
     ids=lambda case: getattr(case, "__name__", ""),
 )

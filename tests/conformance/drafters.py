@@ -315,7 +315,7 @@ def check_caches(make: Callable, model: Transformer, k: int, twin: Callable | No
     how = "by `twin`" if twin else "on the same text without anything in its caches"
     each_round = (
         ", for a norm that is left out, heads or layers in another order, the state of another"
-        " layer, and a temperature or a filter that is not applied"
+        " layer, and a temperature that is not applied"
     )
     for number, row in after_most_tokens(drafter.seen):
         each = drafter.seen[number]

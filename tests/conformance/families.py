@@ -15,7 +15,7 @@ from drafts.target_layers import layer_subset
 from loading.config import config_from_hf
 from loading.models import random_model
 from loading.saving import save_model
-from model import Transformer
+from model import RMSNorm, Transformer
 from tests.conformance.drafters import check, compare
 from tests.conformance.targets import one_thread, plain_text
 from tests.reference import logits as reference_logits
@@ -56,9 +56,10 @@ def check_family(
 def filled(model: Transformer) -> Transformer:
     """The model with random parameters of a size that shows a mistake; norms are near 1."""
     generator = torch.Generator().manual_seed(0)
-    for name, parameter in model.named_parameters():
+    norms = {id(module.weight) for module in model.modules() if isinstance(module, RMSNorm)}
+    for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        is_norm = "norm" in name
+        is_norm = id(parameter) in norms
         center = 1 - model.config.norm_offset if is_norm else 0
         parameter.copy_(center + (0.2 if is_norm else 0.15) * noise)
     return model
@@ -79,7 +80,9 @@ def check_logits(case: str, got: Tensor, want: Tensor) -> None:
     is_equal = error.amax(dim=(0, 2)) <= LIMIT  # (T,), False for NaN
     differing = (~is_equal).nonzero()[:, 0]
     first = differing[0].item() if len(differing) else None
-    places = "rotation, windows and caches" if first else "embeddings, norms, heads, feed-forwards"
+    places = "embeddings, norms, heads, feed-forwards"
+    if first:
+        places = "rotation, windows and caches, or what is wrong by little, such as a norm's eps"
     check(
         first is None,
         f"{case}: the logit of id {id} at position {position} of row {row} is"
