@@ -63,8 +63,7 @@ def decode(
     from decoding.runner import ModelRunner  # here: `import generate` loads no engine
 
     prompt = list(prompt)
-    stop_ids = validation.check_stop_ids(stop_ids)
-    validation.check_request(model, prompt, max_new_tokens, sampling, seed, stop_ids)
+    stop_ids = validation.check_request(model, prompt, max_new_tokens, sampling, seed, stop_ids)
     prompt = [int(id) for id in prompt]
     device = model.norm.weight.device
     max_length = len(prompt) + int(max_new_tokens)
@@ -272,7 +271,7 @@ class LLM:
         """The ids of a prompt: text, ids, or messages, for which `template` has tools, prefill and
         chat_template_kwargs. UserError for a setting that this kind of prompt does not have."""
         is_text = isinstance(prompt, str)
-        if not is_text and (isinstance(prompt, bytes) or not isinstance(prompt, Sequence)):
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise UserError(
                 "a prompt is text, a list of token ids, or a list of messages, not"
                 f" {type(prompt).__name__}"
@@ -340,10 +339,10 @@ class LLM:
     def start(self, answer: Answer) -> None:
         """Add an answer's request to the engine, where it waits for a free slot."""
         with self.lock:
-            if answer.engine not in (None, self.engine):
+            if answer.request is not None or answer.engine not in (None, self.engine):
                 raise UserError(
-                    "another logits_processor was asked for before this answer started: make the"
-                    " answer again"
+                    "an answer runs once, and before another logits_processor is asked for: make"
+                    " the answer again"
                 )
             id = self.engine.add_request(answer.prompt, **answer.request_args)
             answer.request = self.engine.requests[id]
@@ -381,7 +380,8 @@ class LLM:
     ) -> Iterator[Answer]:
         """Decode answers, as many at a time as the engine has slots, and yield each as it ends; if
         one fails, its request has an `error`. As soon as `interrupts` is not empty, all of these
-        answers that run end. Other streams go on beside them, and outlive an error here."""
+        answers that run end. Other streams go on beside them, and outlive an error here, unless it
+        is a step's."""
         answers = iter(answers)
         started = []
         try:

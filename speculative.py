@@ -68,7 +68,9 @@ def speculate(
         import decoding.validation as validation
         from decoding.runner import ModelRunner
 
-        validation.check_request(target, prompt, max_new_tokens, sampling, seed, stop_ids)
+        stop_ids = validation.check_request(
+            target, prompt, max_new_tokens, sampling, seed, stop_ids
+        )
         validation.check_count("k", k, 1)
     end = len(prompt) + int(max_new_tokens)
     runner = target

@@ -27,7 +27,8 @@ class Completion(NamedTuple):
 
 class Answer:
     """An answer to a prompt of token ids. `request_args` are the arguments of
-    Engine.add_request."""
+    Engine.add_request. `finish_reason` is that of the text, "length" also where the request was
+    aborted or failed: `check` raises its error."""
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from decoding.errors import UserError
 from decoding.settings import DEFAULT_K
+from decoding.validation import check_count
 
 CACHE_NAMES = ("model", "int8", "fp8")  # decoding/kv_8bit.py has the latter two
 VERIFICATIONS = ("block", "token")  # what speculative.accept knows; another rule has no name
@@ -55,12 +56,10 @@ class EngineOptions:
             raise UserError(
                 f"verification = {rule!r} must be {names}, or an instance of a decoding.rule.Rule"
             )
-        num_logprobs = 0 if self.logprobs is None else self.logprobs
-        if not (isinstance(num_logprobs, int) and num_logprobs >= 0):
-            raise UserError(f"logprobs = {num_logprobs!r} must be a number of tokens, from 0 on")
+        check_count("logprobs", self.logprobs or 0, 0)
         for name in ("cache_type", "draft_cache_type"):
             value = getattr(self, name)
-            if isinstance(value, str) and value not in CACHE_NAMES:
+            if not isinstance(value, type | None) and value not in CACHE_NAMES:
                 raise UserError(
                     f"{name} = {value!r} must be one of {', '.join(CACHE_NAMES)}, or a class"
                 )

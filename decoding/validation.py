@@ -132,11 +132,14 @@ def check_request(
     max_new_tokens: int,
     sampling,
     seed: int,
-    stop_ids: Collection[int],
-) -> None:
-    """UserError for what a plain loop of one prompt cannot decode in the model's context."""
+    stop_ids: Iterable[int],
+) -> frozenset[int]:
+    """UserError for what a plain loop of one prompt cannot decode in the model's context; returns
+    `check_stop_ids`."""
+    ids = check_stop_ids(stop_ids)
     check_lengths(model, [prompt], [max_new_tokens], model.config.max_seq_length)
-    check_settings(model, sampling, seed, stop_ids)
+    check_settings(model, sampling, seed, ids)
+    return ids
 
 
 def check_logprobs(num_logprobs: int | None, vocab_size: int) -> None:

@@ -27,7 +27,8 @@ from model import Caches, Config, Transformer, row_view
 
 class Draft(NamedTuple):
     """Drafted tokens (B, K) of the positions after a row's last decided one, and the distributions
-    q (B, K, V) float32 that they were drawn from. A row has no draft from where q is zero."""
+    q (B, K, V) float32 that they were drawn from. A row has no draft from where q is zero; its
+    tokens there run through the target too, and must be ids."""
 
     tokens: Tensor
     q: Tensor

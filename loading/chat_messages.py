@@ -84,7 +84,7 @@ def map_calls(message: dict, change: Callable[[dict], dict]) -> dict:
     """The message with every function of its tool_calls changed. A call holds one, or is one
     itself."""
     calls = message.get("tool_calls")
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+    if not calls:
         return message
     changed = []
     for call in calls:

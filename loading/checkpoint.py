@@ -176,7 +176,8 @@ class Checkpoint:
     ) -> Transformer:
         """Its model, filled tensor by tensor.
 
-        `quantize`: a scheme of quantize.py. Every matrix is quantized as it is read, so the model
+        `dtype`: of what is not quantized, whatever the files hold.
+        `quantize`: a scheme of quantize.py. Matrices are quantized as they are read, so the model
             is never held in full precision. Without it, quantized folders and GGUF blocks that one
             of our schemes holds are loaded as stored. Another program's format that none of our
             schemes represents exactly is requantized or held as plain weights, with a note on

@@ -162,7 +162,8 @@ def hf_config(model: GgufFile) -> dict:
     elif pattern is not None:  # the layers of a period
         hf["sliding_window_pattern"] = pattern
     ids = special_ids(model.keys, "bos", "eos")
-    hf |= {f"{role}_token_id": id for role, id in ids.items()}
+    # An id beyond the vocabulary means that there is none.
+    hf |= {f"{role}_token_id": id for role, id in ids.items() if id < hf["vocab_size"]}
     hf |= presence_flags(tensors, family)
     return hf | family.hf_keys(values.get, hf)
 

@@ -311,10 +311,10 @@ def copy_files(folder: Path, target: Path) -> None:
 def is_message(message) -> bool:
     """Is it a dict with a role that says or calls something?"""
     match message:
-        case {"role": _, "content": content} if content is not None:
-            return True
-        case {"role": _, "tool_calls": calls}:
-            return bool(calls)
+        case {"role": _, "tool_calls": calls} if calls:
+            return isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
+        case {"role": _, "content": content}:
+            return content is not None
     return False
 
 
@@ -330,7 +330,10 @@ def conversation_ids(
     without one for variables, tools and calls of them."""
     for number, message in enumerate(messages):
         if not is_message(message):
-            raise UserError(f"message {number} must be a dict with a role and a content")
+            raise UserError(
+                f"message {number} must be a dict with a role and a content, or with tool_calls as"
+                " a list"
+            )
     if tokenizer.template is not None:
         return tokenizer.chat(messages, tools=tools, prefill=prefill, **names)
     has_calls = any(message.get("tool_calls") for message in messages)

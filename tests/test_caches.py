@@ -610,8 +610,9 @@ def test_a_draft_has_a_class_of_caches_of_its_own(folder_of):
     shared = ModelDraft(layer_subset(model, [0, 2]), on_layers=[0, 2])
     engine = Engine(model, 1, 60, drafter=shared, speculate_k=2, cache_type=Ring)
     assert {type(layer) for layer in engine.drafter.runner.caches.layers} == {Ring}
-    with pytest.raises(ValueError, match="draft_cache_type = 'int9' must be one of"):
-        EngineOptions(draft_cache_type="int9")
+    for value in ("int9", torch.int8, 8):
+        with pytest.raises(ValueError, match=f"draft_cache_type = {value!r} must be one of"):
+            EngineOptions(draft_cache_type=value)
 
 
 class Marked(KVCache):

@@ -1009,6 +1009,15 @@ def test_what_ends_a_text(names, stored, ends):
         assert end_ids(ids) == {5, 6, 7}
 
 
+@pytest.mark.parametrize("stored", [2, 2**32 - 1])
+def test_an_id_that_is_not_set_does_not_reach_config_json(stored, tmp_path):
+    def keys(writer):
+        writer.add_eos_token_id(stored)
+
+    hf = checkpoint.Checkpoint(write(tmp_path / "m.gguf", keys=keys)).hf
+    assert hf.get("eos_token_id") == (2 if stored == 2 else None)
+
+
 @pytest.mark.parametrize("name", ["Phi-3 mini", "phi3", "Llama 3"])
 def test_phi_3s_special_tokens_take_white_space_after_them(name, tmp_path, story_tokenizer):
     """By the model's name alone, as in llama.cpp; not <s>."""

@@ -316,9 +316,12 @@ def test_an_answer_never_loses_its_processor():
     llm = LLM(DEMO, device="cpu")
     first = llm.answer(PROMPT, logits_processor=lambda logits, tokens, pos: -logits, **GREEDY)
     second = llm.answer(PROMPT, **GREEDY)
-    with pytest.raises(ValueError, match="another logits_processor was asked for before"):
+    with pytest.raises(ValueError, match="before another logits_processor is asked for"):
         list(llm.run([first]))
     assert [answer.text for answer in llm.run([second])] == [alone(llm, PROMPT, **GREEDY)]
+    with pytest.raises(UserError, match="an answer runs once"):
+        list(llm.run([second]))
+    assert not llm.running and not llm.engine.has_unfinished()
 
 
 def test_an_error_while_decoding_names_its_prompt(llm):
@@ -395,12 +398,17 @@ MESSAGES = [{"role": "user", "content": "x"}]
     [
         ("ab", {}, "give a list"),
         ([b"abc"], {}, "prompt 0: a prompt is text"),
+        ([bytearray(b"abc")], {}, "prompt 0: a prompt is text.*, not bytearray"),
         ([{"role": "user", "content": "x"}], {}, "prompt 0: a prompt is text.*, not dict"),
         (["x", torch.tensor([5])], {}, "prompt 1: a prompt is text.*, not Tensor"),
         ([5], {}, "prompt 0: a prompt is text.*, not int"),
         ([[5, "x"]], {}, "prompt 0: 'x' in a list of token ids"),
         ([[5, 6.0]], {}, "prompt 0: 6.0 in a list of token ids"),
         ([[{"role": "user"}]], {}, "prompt 0: message 0 must be a dict with a role and a content"),
+        *(
+            ([[MESSAGES[0] | {"tool_calls": calls}]], {}, "or with tool_calls as a list")
+            for calls in (5, {"function": {"name": "f"}}, [5], "f")
+        ),
         ([[{"role": "user", "content": "x"}, "y"]], {}, "prompt 0: message 1 must be a dict"),
         ([[{"content": "x"}]], {}, "prompt 0: message 0 must be a dict with a role"),
         ([[{"role": "assistant", "tool_calls": []}]], {}, "prompt 0: message 0 must be a dict"),
@@ -449,7 +457,7 @@ def test_an_engine_needs_rows_and_a_draft_needs_a_name():
     for length in ("64", 64.5):
         with pytest.raises(ValueError, match=f"max_seq_length = {length!r} must be a whole number"):
             LLM(DEMO, max_seq_length=length)
-    with pytest.raises(ValueError, match="logprobs = 'all' must be a number of tokens"):
+    with pytest.raises(ValueError, match="logprobs = 'all' must be a whole number"):
         LLM(DEMO, logprobs="all")
     with pytest.raises(ValueError, match="the draft has an empty name"):
         LLM(DEMO, draft="")
@@ -790,7 +798,7 @@ def test_an_answer_belongs_to_the_engine_of_its_own_processor():
             return super().__iter__()
 
     answer = llm.answer(Prompt([1, 5]), logits_processor=lambda logits, tokens, pos: logits)
-    with pytest.raises(UserError, match="another logits_processor was asked for"):
+    with pytest.raises(UserError, match="before another logits_processor is asked for"):
         llm.start(answer)
 
 

@@ -39,6 +39,15 @@ def test_a_number_of_tokens_that_is_none_is_refused(max_new_tokens):
         next(speculate(target, None, [1, 2], **options))
 
 
+@pytest.mark.parametrize("stop_ids", [2, ["</s>"], [None]])
+def test_stop_ids_that_are_none_are_refused(stop_ids):
+    target, _ = pair()
+    options = {"sampling": Sampling(0), "max_new_tokens": 5, "stop_ids": stop_ids}
+    for tokens in (decode(target, [1], **options), speculate(target, None, [1], k=2, **options)):
+        with pytest.raises(UserError, match="must be token ids"):
+            next(tokens)
+
+
 @pytest.mark.one_in(26, 8)
 @pytest.mark.parametrize("k", [4, 1])
 @pytest.mark.parametrize("block", [True, False], ids=["block", "token"])

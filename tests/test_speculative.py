@@ -1253,6 +1253,49 @@ def test_a_rule_keeps_nothing_behind_logits_that_are_not_numbers():
     assert n.tolist() == [1] and token.tolist() == [INVALID]
 
 
+class DrawsTheRest(KeepsAll):
+    def next_law(self, p, q):
+        rest = (p - q).clamp(min=0)
+        return rest / rest.sum(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, 0.0])
+def test_a_rule_draws_the_targets_token_where_a_draft_is_not_numbers(wrong):
+    """As where there is no draft. A row may be NaN in part."""
+    p = torch.full((1, 3, 5), 0.2)
+    q = torch.full((1, 2, 5), 0.25)
+    q[:, 1, 1:] = wrong
+    q[:, 1, 0] *= wrong
+    noise = (torch.full((1, 2), 0.5), torch.full((1, 3), 0.5))
+    n, token = DrawsTheRest().accept(torch.tensor([[1, 2]]), q, p, noise)
+    assert n.tolist() == [1] and 0 <= token.item() < 5
+
+
+class NotNumbersAtFirst:
+    """A draft of token 0."""
+
+    def __init__(self):
+        self.q = math.nan
+
+    def propose(self, batch, plan):
+        shape = (len(batch.pos), plan.k)
+        q = torch.full((*shape, self.vocab_size), self.q)
+        self.q = 1 / self.vocab_size
+        return torch.zeros(shape, dtype=torch.int64), q
+
+
+def test_a_draft_that_is_not_numbers_counts_as_rejected(margins):
+    """In the mean that tells a draft of other weights."""
+    target = margins[0]
+    drafter = NotNumbersAtFirst()
+    drafter.vocab_size = target.config.vocab_size
+    engine = Engine(target, 1, 60, drafter=drafter, speculate_k=3)
+    plain = rows_of(target, PROMPTS[:1], max_new_tokens=20)
+    assert rows_of(target, PROMPTS[:1], engine=engine, max_new_tokens=20) == plain
+    assert engine.meter.num_rounds > 1
+    assert 0 <= engine.meter.total_overlap < engine.meter.num_rounds
+
+
 @pytest.mark.parametrize("rule", ["typical", KeepsAll, None, ["block"]])
 def test_what_is_no_rule_is_refused_in_one_line(rule):
     """A class too, whose first round would fail in a call of a method without an instance."""

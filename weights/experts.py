@@ -71,7 +71,6 @@ class Stack(nn.Module):
         super().__init__()
         first = linears[0]
         self.in_features = first.in_features
-        self.out_features = first.out_features * len(linears)
         self.scheme = getattr(first, "scheme", None)
         self.format = formats.FORMATS.get(self.scheme)
         self.kernel = self.format.kernel if self.scheme else ""
