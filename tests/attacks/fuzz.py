@@ -915,7 +915,7 @@ def break_sentencepiece(rng: random.Random, file: Path) -> str:
             part[rng.randrange(2, len(part))] = rng.choice(
                 (0, 1, 2, 3, 6, 127, 128, 255, rng.randrange(256))
             )
-        elif how == "kind" and len(part) < 100 and part[0] == 0x0A:
+        elif how == "kind" and len(part) < 100 and part[:1] == b"\n":
             part = bytearray(
                 bytes([0x0A, part[1] + 2]) + part[2:] + bytes([0x18, rng.randrange(8)])
             )
