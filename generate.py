@@ -73,6 +73,7 @@ def decode(
     text = torch.tensor([prompt], device=device)  # (1, S) all tokens so far
     h = runner.prefill(text, 0, len(prompt))  # (1, T, D)
     for length in range(len(prompt), max_length):
+        # `length` tokens so far, which is the position of the next one, too.
         pos = torch.tensor([length - 1], device=device)  # (1,) of the newest token
         logits = model.head(h[:, -1])  # (1, V)
         logits = penalize_text(logits, text, len(prompt), sampling)  # (1, V)
@@ -306,7 +307,7 @@ class LLM:
         means a new engine."""
         with self.lock:
             old = self.engine
-            # Ctrl-C may have come while another engine was made, after it had taken the drafter.
+            # A dead owner: Ctrl-C came while another engine was made, whose tensors it has.
             is_lost = old.drafter is not None and old.drafter.owner() is None
             if logits_processor is old.options.logits_processor and not is_lost:
                 return old

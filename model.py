@@ -40,7 +40,8 @@ from torch import Tensor, compiler, nn
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The numbers of a Llama."""
+    """The numbers that a Llama uses. Models take a Config (below), which adds those of other
+    families."""
 
     dim: int  # D
     n_layers: int
@@ -170,7 +171,8 @@ def attend(
 class AttentionMask(NamedTuple):
     """The cached keys that the queries of one call see, and the function that attends to them."""
 
-    mask: Tensor  # (B, 1, T, S) bool; of AttentionKernel.prepare (B, 1, rows, S), added to scores
+    # (B, 1, T, S) bool; after AttentionKernel.prepare a float bias (B, 1, rows, S) of scores
+    mask: Tensor
     index: Tensor | None  # (B, S) positions to gather, or None: the first S
     run: Callable = attend
 
@@ -273,7 +275,8 @@ class KVCache(nn.Module):
     # May a text that begins alike take over the first positions of a slot? Not from a cache that
     # drops them.
     keeps_prefixes = True
-    kernel = staticmethod(attend)  # the function behind `attend`, of which exactness is probed
+    # The function behind `attend`, which exact/attention.py probes; `attend` calls visible.run.
+    kernel = staticmethod(attend)
 
     def __init__(
         self,

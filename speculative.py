@@ -96,6 +96,7 @@ def speculate(
         p = sampling.probs(model(tokens, pos, runner.slice_to(text.length + k)))  # (1, K + 1, V)
         # ACCEPT n of them, and the token that follows.
         noise = (text.noise(pos[:, 1:], ACCEPT), text.noise(pos + 1))  # (1, K), (1, K + 1)
+        # All k together: see block_acceptance.
         n, token = accept(draft_tokens, q, p, noise=noise, block=True)  # (1,), (1,)
         decided = torch.cat((draft_tokens[:, :n], token[:, None]), dim=1)  # (1, n + 1)
 
@@ -203,7 +204,8 @@ def block_acceptance(
         factor = factors[-1] * ratio_of_token
         factors.append(factor.clamp(max=1))
     factors = torch.stack(factors, dim=1)  # (B, K + 1)
-    # h of i tokens: the mass that the next one may still win, over that and what is lost already.
+    # With f the factor of i tokens: rest = sum over the next token of max(0, f * p - q), and
+    # h = rest / (rest + 1 - f).
     inner = factors[:, 1:K]  # (B, K - 1)
     excess = inner[..., None] * p[:, 1:K] - q[:, 1:].nan_to_num()  # (B, K - 1, V)
     rest = excess.clamp(min=0).sum(dim=-1)  # (B, K - 1)
@@ -230,7 +232,7 @@ def accept(
     -> n_accepted (B,), next_token (B,), int64. `noise`: uniform numbers in [0, 1) for the K
     decisions (B, K), and for the next token after each number of acceptances (B, K + 1). A block's
     decision also depends on the tokens that it discards and on their numbers, so the next round
-    drafts these positions with fresh ones: `round_uniform` hashes the round's start. Where the
+    drafts these positions with fresh ones: the noise of ACCEPT hashes the round's start. Where the
     target's probabilities are NaN, next_token is INVALID; where the draft's are, its token is
     rejected.
     """

@@ -266,10 +266,11 @@ class Engine:
                 return events + self.read(max_in_flight=0)
             begin_s = time.perf_counter()
             plans = self.planner.plan(requests, self.readback.steps)
-            draft_s = time.perf_counter() - begin_s  # n-gram and suffix drafts are made by `expect`
-            # After plain steps the draft's own cache lacks positions. Which ones is known once all
-            # launched steps are read. A request may end there: it stays in `plans`, and runs no
-            # more.
+            # `plan` calls Drafter.expect, which makes n-gram and suffix drafts: time of drafting.
+            draft_s = time.perf_counter() - begin_s
+            # Only now is it known that a draft's model runs. After plain steps its own cache lacks
+            # positions, and which ones is known once all launched steps are read. A request that
+            # ends in this read stays in `plans`, but not in `requests`.
             if lacks_positions(self, plans):
                 events += self.read(max_in_flight=0)
                 requests = self.scheduler.decoding()

@@ -72,7 +72,7 @@ def prefill(engine, request: Request) -> int:
         lacks_one = request.num_computed == end - 1
         joins_step = lacks_one and end > 1 and len(engine.requests) > 1 and not engine.planner.ks
         if joins_step:
-            return 0  # the next decode step runs it, and decides the first token
+            return 0  # its status is DECODING already: the next decode step runs this token
     rows = engine.rows(slot.index, slot.index + 1)
     batch = rows.batch
     running = [(0, request)]

@@ -12,7 +12,9 @@ from speculative import after_kept, count_kept
 
 
 class Rule:
-    """It overrides `keep`, `next_law` and `expected`, and says whether it `is_lossless`."""
+    """A round asks `keep` which drafted tokens may stay, keeps those before the first that may not,
+    and draws one more from `next_law`. Reports and "auto" go by what is `expected`. `is_lossless`:
+    does text keep the target's distribution? A subclass overrides all four."""
 
     is_lossless = False
 

@@ -31,10 +31,13 @@ class ModelRunner:
     """A model with its own caches of B rows, or on `layers` of another's caches: the shapes in
     which prompts and steps run, an engine's and generate.decode's.
 
-    Texts have up to max_seq_length positions. Queries see up to S: these, what a round may draft
-    past a text's end (slack - 1), and what rounds S up to a length at which all passes round alike.
-    The caches have S + slack: parked rows write behind S. `slack` is at least 1, because a step
-    over the full length of a cache would specialize and recompile.
+    max_seq_length: positions of a text. S, which queries see at most: these, what a round may draft
+    past a text's end (slack - 1), and what rounds S up for the padding of a prompt and to a length
+    at which all passes round alike. S + slack: positions of the caches, where parked rows (those
+    without a text) write behind S. An example: 100 positions with K = 3 have a slack of 4, and so
+    103; the last chunk of a prompt pads that to 104, and attention in multiples of 16 to S = 112;
+    the caches hold 116. `slack` is at least 1, because a step over the full length of a cache would
+    specialize and recompile.
     `compile`: are steps compiled? `compile_prompts`: is prefill? `cache_type`: see make_caches.
     """
 
@@ -62,8 +65,6 @@ class ModelRunner:
         weight = model.norm.weight
         self.device = weight.device
         self.chunk = PREFILL_CHUNKS.get(self.device.type, PREFILL_CHUNK)
-        # An example: 100 positions with K = 3 have a slack of 4, and so S = 103. The last chunk
-        # pads that to 104, and attention in multiples of 16 to 112; the caches hold 116.
         S = max_seq_length + slack - 1  # a round may run past the end of a text
         # Each bucket of attended lengths then has its own graph.
         self.uses_cuda_graphs = compile and self.device.type == "cuda"

@@ -37,11 +37,13 @@ MAX_PARTS = 128  # of a vocabulary, each for a thread block of a GPU
 
 
 def top_k_filter(p: Tensor, top_k: Tensor) -> Tensor:
+    # The tokens that are at least as likely as the k-th.
     bits = _bits(p)
     return bits >= _threshold(bits, torch.ones_like(bits), top_k.long())
 
 
 def top_p_filter(p: Tensor, top_p: Tensor) -> Tensor:
+    # Those from the probability on at which all that are as likely, or more, reach top_p.
     bits = _bits(p)
     mass = (p * 2.0**40).long()  # integers: a GPU adds in any order
     total = mass.sum(dim=-1, keepdim=True)
@@ -326,9 +328,9 @@ def uniform(
     """
     if not seed.is_cuda:
         return counter_hash(seed, pos, purpose)
-    # A GPU's compiler, as weights/compiling.py sets it, would evaluate the hash anew for each of
-    # its uses, thousands of times and in every kernel that reads a number. Not in a region, where
-    # it stores what is made of three tensors.
+    # A GPU's compiler, as weights/compiling.py sets it, would inline the hash into every kernel
+    # that reads a number. A nested region is computed once and stored, if all its inputs are
+    # tensors: so the purpose becomes one.
     purposes = torch.full_like(pos, 1) * purpose
     return hash_in_region(seed, pos, purposes)
 

@@ -152,8 +152,9 @@ class ModelDraft(Drafter):
     the target's cache one is enough: verification rewrites all K + 1 positions of every layer
     before any read."""
 
-    # A number n sets num_first_inputs to the k_max + 1 tokens that the last round may have decided,
-    # and n more before them. None: it stays 2, or 0 on the target's cache.
+    # How `setup` chooses num_first_inputs. None: 2 with a cache of its own, 0 on the target's. A
+    # number n: the k_max + 1 tokens that the last round may have decided, and n before them. With
+    # k_max = 3, EAGLE-3, MTP and PARD (n = 0) have 4, and DFlash (n = 1) has 5.
     num_extra_inputs: int | None = None
     # Positions from the last decided token on that its cache needs beyond the target's.
     num_scratch = 0

@@ -112,9 +112,10 @@ class DFlashModel(HiddenStateModel):
         pos: Tensor,
         caches: Caches,
     ) -> Tensor:
-        """What a prompt or a round runs for decided positions pos (B, T) or (T,), whose hidden
-        states the target has recorded: no tokens, but the context (B, T, D), of which the caches
-        get keys and values."""
+        """Stands in for Transformer.hidden, so that ModelRunner.prefill fills this cache: of
+        `tokens` it reads the shape alone. For decided positions pos (B, T) or (T,), whose hidden
+        states the target has recorded, the caches get keys and values of the context (B, T, D),
+        which nobody uses further."""
         pos = pos.expand(tokens.shape)
         context = self.target_states(caches, pos)
         keys_values = self.keys_values(context, pos, caches.max_seq_length)

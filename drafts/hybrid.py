@@ -8,11 +8,12 @@ its earlier rounds.
 The choice is made before each step, from decided tokens alone. With a fixed K the first drafts if
 it promises at least the tokens that the second's acceptance so far predicts. With "auto" both are
 rated at their best K, in tokens for the cost of a plain step. Between two copies the first promises
-nothing. A round of the model there would notice the next copy late, and the model's cache would
-have to catch up after each copy; so the memory's recent rate (decoding.draft_length.Gains) counts
-for the first as well. Where neither pays, DraftLength makes plain steps, and tries the second again
-after a while. As in ArcticInference (github.com/snowflakedb/ArcticInference, vllm/model_runner.py),
-no drafted token takes part in the choice, so it does not change the distribution of the text.
+nothing, and a round of the model would notice the next copy late. So the first also keeps a step
+while the memory's latest steps without the model gave more tokens for their cost
+(decoding.draft_length.Gains) than the second promises. Where neither pays, DraftLength makes plain
+steps, and tries the second again after a while. As in ArcticInference
+(github.com/snowflakedb/ArcticInference, vllm/model_runner.py), no drafted token takes part in the
+choice, so it does not change the distribution of the text.
 """
 
 from collections.abc import Sequence

@@ -13,8 +13,7 @@ With t a token and h the state before it,
 
 `embed` and `lm_head` are the target's; copies of them inside the head's layer are not read. A
 drafted token is paired with the head's own state in place of the target's, so one head drafts any
-number of tokens. vLLM zeroes the embedding at position 0; pairs begin at position 1 here, and t_1
-stays.
+number of tokens. The first pair is of t_1, whose embedding vLLM zeroes; here it is read.
 
 Whether a state is normed decides about acceptance alone, and implementations disagree. Sources:
 transformers, modeling_layers.py (GLM-4.5, Mellum 2); exllamav3, hy_v3_mtp.py and mimo_mtp.py (vLLM

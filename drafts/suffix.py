@@ -54,7 +54,8 @@ class IndexedText:
         self.grams = grams
         self.ids: list[int] = []
         self.ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        self.draft_tokens: list[DraftToken] = []  # made before its newest tokens
+        # Of a request's text: the draft that `expect` made last, maybe before its newest tokens.
+        self.draft_tokens: list[DraftToken] = []
 
     def extend(self, ids: Sequence[int]) -> None:
         for id in ids:
@@ -226,7 +227,9 @@ class SuffixDraft(Drafter):
 
     def align(self, batch: nn.Module, k: int) -> None:
         """Propose the next k tokens of each row's draft, if it agrees with the tokens decided since
-        it was made."""
+        it was made. An example: the host knew positions up to 7 and drafted a, b, c, so that the
+        row is 7, a, b, c, END. If the device has decided a since, b and c are proposed; if it was
+        another token, nothing."""
         begin = self.draft_rows[:, :1] + 1  # (B, 1) position of the first drafted token
         drafted = self.draft_rows[:, 1:]  # (B, W), END at last
         W = drafted.size(1)

@@ -1,7 +1,8 @@
 """Folders and files <-> models. A user's program imports these names from here; other files import
 from the file.
 
-From a folder to a model, in the order in which it happens. Read families.py first:
+From a folder to a model, in the order in which it happens. Start at checkpoint.py; of families.py
+read Field, Family and the record of "llama", and look the others up:
 
 families.py         what differs between model_types: a record for each, and tables of keys
 checkpoint.py       a folder or GGUF file, opened once: Checkpoint, with all that follows

@@ -41,7 +41,9 @@ from tp import ALONE, Ranks
 
 class Checkpoint:
     """A Hugging Face folder or a GGUF file, which is read like a folder. Nothing is read before it
-    is asked for.
+    is asked for. Its tensors come in five forms: `tensors` as stored; `text_tensors`, without
+    vision and renamed; `model_tensors`, with experts apart; `source`, each with the scheme that
+    holds it; and `spare_tensors`, which may be there without being expected.
 
     `adapter`: a LoRA folder of PEFT, merged as the weights are read.
 
@@ -270,7 +272,7 @@ def read_config(file: Path) -> Config:
 def config_of(hf: dict, file: Path) -> Config:
     """The Config of a config.json. UserError begins with the path that the user gave."""
     try:
-        foreign_layouts(hf)  # refuses unsupported quantization
+        foreign_layouts(hf)  # for its UserErrors alone; config_from_hf refuses the key
         return config_from_hf({**hf, "quantization_config": None})
     except UserError as error:
         raise UserError(f"{file}: {str(error).removeprefix('config.json: ')}") from None

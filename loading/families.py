@@ -30,7 +30,7 @@ class Field(NamedTuple):
     gguf: str = ""  # llama.cpp's key, behind the architecture's name
     name: str = ""  # Config's field
     kind: type = float  # int, float or bool
-    # What a family accepts that does not read it, besides null; (): nothing else. None: any value,
+    # What a family that does not read the key accepts besides null; (): nothing. None: any value,
     # because all families read it, or a dense one may ignore it.
     neutral: tuple | None = None
     convert: Callable = lambda value, head_dim: value

@@ -217,7 +217,7 @@ def supported_keys(
 
 def presence_flags(tensors: Mapping[str, Blocks], family: Family) -> dict[str, bool]:
     """config.json's flags of what a model has, which the first layer's tensors answer."""
-    answers = [
+    answers = [  # where one key means several biases, that of q answers, which comes last
         (family.has_out_bias, "attn_output.bias"),
         (family.has_ffn_bias, "ffn_gate.bias"),
         (family.has_qkv_bias, "attn_q.bias"),

@@ -154,6 +154,7 @@ def load_parameters(
         stored_name = name if has_floats else f"{module}.weight"
         stored = [tensors[source] for source in stored_names(config, stored_name)]
         if has_floats or all(tensor.scheme == linear.scheme for tensor in stored):
+            # Floats, or parts as they are stored.
             targets = pieces(config, name, parameter, ranks)
             for number, (tensor, (_, rows)) in enumerate(zip(stored, targets, strict=True)):
                 values = tensor.weight(rows.dtype) if has_floats else tensor.part(part)

@@ -139,7 +139,7 @@ class PackedWeights(RowKernel):
     rows. They stay on the CPU and are never unpacked. Forms for other kernels inherit from it, and
     override `prepack` and `kernel`."""
 
-    # Rows that cost little more than one in 16 bits: a row is padded to fewer of them.
+    # One row in 16 bits is padded to at most so many, which cost hardly more than one.
     tile_rows = TILE_ROWS
 
     def __init__(self, weight: Tensor, row_split: RowSplit | None = None):

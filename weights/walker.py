@@ -81,7 +81,7 @@ def quantize_model(
     model: nn.Module, scheme: str | None, head_scheme: str | None = None
 ) -> nn.Module:
     """Quantize a model in place, one matrix at a time; do not pack it. `head_scheme` is lm_head's;
-    None: plain."""
+    None: as it is."""
 
     def quantize(name: str, linear: nn.Module) -> QuantizedLinear | None:
         target_scheme = head_scheme if name == "lm_head" else scheme
