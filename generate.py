@@ -307,7 +307,8 @@ class LLM:
         means a new engine."""
         with self.lock:
             old = self.engine
-            # A dead owner: Ctrl-C came while another engine was made, whose tensors it has.
+            # A dead owner: Ctrl-C came while another engine was made, and the drafter has that
+            # one's tensors.
             is_lost = old.drafter is not None and old.drafter.owner() is None
             if logits_processor is old.options.logits_processor and not is_lost:
                 return old

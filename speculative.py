@@ -232,8 +232,8 @@ def accept(
     -> n_accepted (B,), next_token (B,), int64. `noise`: uniform numbers in [0, 1) for the K
     decisions (B, K), and for the next token after each number of acceptances (B, K + 1). A block's
     decision also depends on the tokens that it discards and on their numbers, so the next round
-    drafts these positions with fresh ones: the noise of ACCEPT hashes the round's start. Where the
-    target's probabilities are NaN, next_token is INVALID; where the draft's are, its token is
+    drafts these positions with fresh ones: all noise but PLAIN_DRAW hashes the round's start. Where
+    the target's probabilities are NaN, next_token is INVALID; where the draft's are, its token is
     rejected.
     """
     K = draft_tokens.size(1)

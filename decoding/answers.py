@@ -28,7 +28,7 @@ class Completion(NamedTuple):
 class Answer:
     """An answer to a prompt of token ids. `request_args` are the arguments of
     Engine.add_request. `finish_reason` is that of the text, "length" also where the request was
-    aborted or failed: `check` raises its error."""
+    aborted, or failed, of which `check` raises the error."""
 
     def __init__(
         self,

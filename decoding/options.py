@@ -56,7 +56,8 @@ class EngineOptions:
             raise UserError(
                 f"verification = {rule!r} must be {names}, or an instance of a decoding.rule.Rule"
             )
-        check_count("logprobs", self.logprobs or 0, 0)
+        if self.logprobs is not None:
+            check_count("logprobs", self.logprobs, 0)
         for name in ("cache_type", "draft_cache_type"):
             value = getattr(self, name)
             if not isinstance(value, type | None) and value not in CACHE_NAMES:

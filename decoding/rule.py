@@ -14,7 +14,8 @@ from speculative import after_kept, count_kept
 class Rule:
     """A round asks `keep` which drafted tokens may stay, keeps those before the first that may not,
     and draws one more from `next_law`. Reports and "auto" go by what is `expected`. `is_lossless`:
-    does text keep the target's distribution? A subclass overrides all four."""
+    does text keep the target's distribution? A subclass overrides `keep` and `expected`, and the
+    others where they differ."""
 
     is_lossless = False
 

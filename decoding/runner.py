@@ -156,9 +156,9 @@ class ModelRunner:
         return h[:, :num_tokens]
 
 
-def cache_class(cache_type: str | type[KVCache]) -> type[KVCache]:
-    """The class of caches for the `cache_type` of EngineOptions."""
-    if cache_type == "model":
+def cache_class(cache_type: str | type[KVCache] | None) -> type[KVCache]:
+    """The class of caches for the `cache_type` of EngineOptions. None: the model's."""
+    if cache_type in ("model", None):
         return KVCache
     if isinstance(cache_type, str):
         from decoding.kv_8bit import CACHE_TYPES

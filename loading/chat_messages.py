@@ -80,11 +80,15 @@ def wrap_arguments(arguments: object) -> object:
     return value if isinstance(value, dict) else {"arguments": value}
 
 
+def are_calls(calls: object) -> bool:
+    return isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
+
+
 def map_calls(message: dict, change: Callable[[dict], dict]) -> dict:
     """The message with every function of its tool_calls changed. A call holds one, or is one
     itself."""
     calls = message.get("tool_calls")
-    if not calls:
+    if not are_calls(calls):
         return message
     changed = []
     for call in calls:

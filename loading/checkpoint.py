@@ -178,7 +178,7 @@ class Checkpoint:
     ) -> Transformer:
         """Its model, filled tensor by tensor.
 
-        `dtype`: of what is not quantized, whatever the files hold.
+        `dtype`: of what is not quantized, whatever the files hold; some routers stay float32.
         `quantize`: a scheme of quantize.py. Matrices are quantized as they are read, so the model
             is never held in full precision. Without it, quantized folders and GGUF blocks that one
             of our schemes holds are loaded as stored. Another program's format that none of our

@@ -163,7 +163,7 @@ def hf_config(model: GgufFile) -> dict:
         hf["sliding_window_pattern"] = pattern
     ids = special_ids(model.keys, "bos", "eos")
     # An id beyond the vocabulary means that there is none.
-    hf |= {f"{role}_token_id": id for role, id in ids.items() if id < hf["vocab_size"]}
+    hf |= {f"{role}_token_id": id for role, id in ids.items() if 0 <= id < hf["vocab_size"]}
     hf |= presence_flags(tensors, family)
     return hf | family.hf_keys(values.get, hf)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from decoding.errors import UserError
-from loading.chat_messages import first_text, join_parts, message_forms
+from loading.chat_messages import are_calls, first_text, join_parts, message_forms
 from loading.chat_templates import ChatTemplate, load_chat_template, read_chat_template
 from loading.plain_files import error_prefix, file_exists, is_gguf, plain_file, short_repr
 from loading.tokenizers.base import APART, Runtime, library_errors, replace_surrogates
@@ -312,7 +312,7 @@ def is_message(message) -> bool:
     """Is it a dict with a role that says or calls something?"""
     match message:
         case {"role": _, "tool_calls": calls} if calls:
-            return isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
+            return are_calls(calls)
         case {"role": _, "content": content}:
             return content is not None
     return False
@@ -332,7 +332,7 @@ def conversation_ids(
         if not is_message(message):
             raise UserError(
                 f"message {number} must be a dict with a role and a content, or with tool_calls as"
-                " a list"
+                " a list of dicts"
             )
     if tokenizer.template is not None:
         return tokenizer.chat(messages, tools=tools, prefill=prefill, **names)

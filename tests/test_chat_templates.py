@@ -406,6 +406,17 @@ def test_a_message_that_is_read_and_dropped_is_refused(template, in_parts, sp_fo
         assert tokenizer.chat(messages[1:])
 
 
+@pytest.mark.parametrize("value", [5, "x", [1]])
+def test_a_function_may_have_any_key(value, sp_folder):
+    tokenizer = load_tokenizer(sp_folder)
+    source = "{% for m in messages %}{{ m.content }}{{ m.tool_calls | tojson }}{% endfor %}"
+    tokenizer.template = ChatTemplate(source, {})
+    function = {"name": "clock", "arguments": "{}", "tool_calls": value}
+    for call in ({"function": function}, function):
+        message = {"role": "assistant", "content": "the", "tool_calls": [call]}
+        assert json.dumps(value) in tokenizer.decode(tokenizer.chat([message]))
+
+
 def test_a_template_that_refuses_every_form_says_why(sp_folder):
     tokenizer = load_tokenizer(sp_folder)
     tokenizer.template = ChatTemplate("{{ raise_exception('no calls here') }}", {})

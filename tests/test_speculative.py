@@ -1261,11 +1261,11 @@ class DrawsTheRest(KeepsAll):
 
 @pytest.mark.parametrize("wrong", [math.nan, 0.0])
 def test_a_rule_draws_the_targets_token_where_a_draft_is_not_numbers(wrong):
-    """As where there is no draft. A row may be NaN in part."""
+    """As where there is no draft. A row may be NaN in part; zeros are the control."""
     p = torch.full((1, 3, 5), 0.2)
     q = torch.full((1, 2, 5), 0.25)
     q[:, 1, 1:] = wrong
-    q[:, 1, 0] *= wrong
+    q[:, 1, 0] *= wrong != 0.0
     noise = (torch.full((1, 2), 0.5), torch.full((1, 3), 0.5))
     n, token = DrawsTheRest().accept(torch.tensor([[1, 2]]), q, p, noise)
     assert n.tolist() == [1] and 0 <= token.item() < 5

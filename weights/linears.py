@@ -287,8 +287,8 @@ class Int8Linear(QuantizedLinear):
     @property
     def reads_codes_on_cpu(self) -> bool:
         """aten's kernel reads full lanes of inputs. Large weights are multiplied as digits, of any
-        number of inputs. (On a processor without a kernel of digits this is wrong, and what is
-        counted as held too little.)"""
+        number of inputs. (On a processor without a kernel of digits this is wrong, and the
+        memory that is counted as held is too little.)"""
         return self.in_features % KERNEL_LANES == 0 or self.codes.nbytes >= cpu.LARGE_BYTES
 
     def prepack(self):
