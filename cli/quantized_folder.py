@@ -57,15 +57,17 @@ def run(options: QuantizeOptions) -> None:
     load_ends(model, source.tensors, device, options.checkpoint)
     states = calibration_states(options, model) if options.method == "gptq" else []
     output = Path(options.output)
+    size = folder_size(options.checkpoint)
     with complete_folder(output) as partial:
-        files = write_shards(partial, model, source.tensors, options, dtype, is_portable, states)
+        # First: weights that are mapped can be read when their folder is gone.
         copy_files(checkpoint.path, partial)
+        files = write_shards(partial, model, source.tensors, options, dtype, is_portable, states)
         hf = text_part(checkpoint.hf) | {"quantization": {"method": options.method}}
         if options.dtype or checkpoint.is_gguf:
             hf["dtype"] = models.dtype_name(dtype)
         saving.write_config(partial, model, hf, is_portable)
         write_index(partial, files)
-    print_sizes(options, is_portable)
+    print_sizes(options, size, is_portable)
 
 
 def window_length(options: QuantizeOptions, checkpoint: Checkpoint) -> int:
@@ -170,16 +172,15 @@ def folder_size(path: str) -> int:
     return sum(file.stat().st_size for file in Checkpoint(path).files)
 
 
-def print_sizes(options: QuantizeOptions, is_portable: bool) -> None:
+def print_sizes(options: QuantizeOptions, size: int, is_portable: bool) -> None:
     """The folder's size, next to the original's, and who reads it."""
-    before = folder_size(options.checkpoint) / 1e6
     after = folder_size(options.output) / 1e6
     readers = ""
     if is_portable:
         readers = "; transformers reads it as compressed-tensors"
     elif options.scheme:
         readers = "; other programs refuse it"
-    print_status(f"{options.output}: {after:.1f} MB of {before:.1f} MB{readers}")
+    print_status(f"{options.output}: {after:.1f} MB of {size / 1e6:.1f} MB{readers}")
 
 
 def check_parameters(module: nn.Module, prefix: str) -> None:

@@ -37,7 +37,7 @@ from loading.models import random_model
 from loading.quantization import QUICKDRAFT_CONFIG
 from loading.saving import save_model
 from loading.target import load_target
-from loading.tokenizer import load_tokenizer
+from loading.tokenizer import copy_files, load_tokenizer
 from quantize import gptq, search_range
 from scripts import perplexity
 from scripts.perplexity import measure, windows
@@ -1193,6 +1193,34 @@ def test_a_packed_product_reads_its_rows_alone(columns, dtype, scheme):
         # a zero of int4 is up to 15 scales
         bound = (40 if scheme == "int4-g32" else 4) * torch.finfo(dtype).eps
         assert (error <= bound * size + 1e-3 * torch.finfo(dtype).eps).all(), rows
+
+
+@pytest.mark.parametrize("step", ["load_ends", "write_shards"])
+def test_a_folder_that_goes_while_it_is_quantized(step, monkeypatch, tmp_path):
+    """Mapped weights are read all the same, so that the tokenizer's files might be left out."""
+    folder = shutil.copytree(ROOT / "checkpoints" / "demo", tmp_path / "in")
+    run_step = getattr(quantized_folder, step)
+
+    def remove_folder(*given):
+        if step == "write_shards":
+            shutil.rmtree(folder)
+        result = run_step(*given)
+        shutil.rmtree(folder, ignore_errors=True)
+        return result
+
+    monkeypatch.setattr(quantized_folder, step, remove_folder)
+    flags = ["--checkpoint", str(folder), "--scheme", "int8", "--output", str(tmp_path / "q")]
+    options = quantize_command.parse_args(flags)
+    if step == "load_ends":
+        with pytest.raises(ValueError, match="in: no such folder"):
+            quantized_folder.run(options)
+        with pytest.raises(FileNotFoundError):
+            copy_files(folder, tmp_path)
+        assert not (tmp_path / "q").exists()
+    else:
+        quantized_folder.run(options)
+        assert load_tokenizer(tmp_path / "q").vocab_size == 2048
+        load_model(tmp_path / "q")
 
 
 def test_plain_weights_that_overflow_float16_are_refused(text_folder, tmp_path):
