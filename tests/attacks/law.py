@@ -935,12 +935,13 @@ def repeat(case: Case, n_seeds: int, seed: int, rule: type[Memories] = Memories)
 
 
 def repeat_control(case: Case) -> dict:
-    """`case` by the rule before, which must be caught: where drafts come from the pool, by the law.
-    Where K alone is learned, the law of some hundred seeds hardly moves, and what shows is that the
-    last answers, or their rounds, are not those of an engine that saw nothing."""
-    reads_pool = case.drafter in LEARNING
+    """`case` by the rule before, which must be caught: where all drafts come from the pool, by the
+    law. Where K alone is learned, or a model drafts most of the time, the law of some hundred seeds
+    hardly moves, and what shows is that the last answers, or their rounds, are not those of an
+    engine that saw nothing."""
+    reads_pool = case.drafter == "suffix"
     by = "joint law" if reads_pool else "as in a new engine"
-    n_seeds = SEEDS if reads_pool else 20
+    n_seeds = SEEDS if reads_pool else 60
     _, p = repeat(case, n_seeds, 77, SharedByAll)["tests"][by]
     return {"seeds": n_seeds, "test": by, "p": p, "as_it_should_be": p < CAUGHT}
 
