@@ -46,6 +46,7 @@ class Step(NamedTuple):
 
     @property
     def runs_drafter(self) -> bool:
+        # Not for drafts that Drafter.expect made before the step, of n-grams and suffixes.
         return any(plan.runs_drafter for plan in self.plans)
 
 
