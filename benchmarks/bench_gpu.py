@@ -37,7 +37,7 @@ from cli.flags import Parser, positive
 from decoding.errors import UserError
 from loading.target import pick_device
 from weights.compiling import GPU_OPTIONS
-from weights.formats import SCHEMES
+from weights.schemes import SCHEMES
 
 FORMATS = "bf16,int8,int4-g32,fp8,mxfp6"
 GPTFAST_FORMATS = ("bf16", "int8", "int4-g32")

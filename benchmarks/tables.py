@@ -18,7 +18,8 @@ from collections.abc import Callable
 
 from benchmarks.pipes import ROOT
 from decoding.errors import UserError
-from weights.formats import FORMATS, SCHEMES
+from weights.formats import FORMATS
+from weights.schemes import SCHEMES
 
 PAGES = ("README.md", "benchmarks/README.md", "docs/measured.md", "docs/proof.md")
 MARKED = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)

@@ -40,7 +40,6 @@ def run(options: QuantizeOptions) -> None:
     """Write the quantized folder, under another name until it is complete."""
     checkpoint = Checkpoint(options.checkpoint, options.adapter)
     options = replace(options, context=window_length(options, checkpoint))
-    device = pick_device(options.device)
     source = checkpoint.source
     config = source.config
     dtype = models.plain_dtype(options.dtype, config.dtype)
@@ -54,11 +53,10 @@ def run(options: QuantizeOptions) -> None:
         import loading.quantized.compressed_tensors  # noqa: F401
     needs_float32 = options.method == "gptq" or has_long_weights(checkpoint, dtype)
     model = models.empty_model(config, torch.float32 if needs_float32 else dtype)
-    load_ends(model, source.tensors, device, options.checkpoint)
+    load_ends(model, source.tensors, pick_device(options.device), options.checkpoint)
     states = calibration_states(options, model) if options.method == "gptq" else []
-    output = Path(options.output)
-    size = folder_size(options.checkpoint)
-    with complete_folder(output) as partial:
+    megabytes = folder_megabytes(options.checkpoint)
+    with complete_folder(Path(options.output)) as partial:
         # First: weights that are mapped can be read when their folder is gone.
         copy_files(checkpoint.path, partial)
         files = write_shards(partial, model, source.tensors, options, dtype, is_portable, states)
@@ -67,7 +65,7 @@ def run(options: QuantizeOptions) -> None:
             hf["dtype"] = models.dtype_name(dtype)
         saving.write_config(partial, model, hf, is_portable)
         write_index(partial, files)
-    print_sizes(options, size, is_portable)
+    print_sizes(options, megabytes, is_portable)
 
 
 def window_length(options: QuantizeOptions, checkpoint: Checkpoint) -> int:
@@ -168,19 +166,19 @@ def write_shards(
     return files
 
 
-def folder_size(path: str) -> int:
-    return sum(file.stat().st_size for file in Checkpoint(path).files)
+def folder_megabytes(path: str) -> float:
+    return sum(file.stat().st_size for file in Checkpoint(path).files) / 1e6
 
 
-def print_sizes(options: QuantizeOptions, size: int, is_portable: bool) -> None:
+def print_sizes(options: QuantizeOptions, before: float, is_portable: bool) -> None:
     """The folder's size, next to the original's, and who reads it."""
-    after = folder_size(options.output) / 1e6
+    after = folder_megabytes(options.output)
     readers = ""
     if is_portable:
         readers = "; transformers reads it as compressed-tensors"
     elif options.scheme:
         readers = "; other programs refuse it"
-    print_status(f"{options.output}: {after:.1f} MB of {size / 1e6:.1f} MB{readers}")
+    print_status(f"{options.output}: {after:.1f} MB of {before:.1f} MB{readers}")
 
 
 def check_parameters(module: nn.Module, prefix: str) -> None:

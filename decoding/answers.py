@@ -27,8 +27,8 @@ class Completion(NamedTuple):
 
 class Answer:
     """An answer to a prompt of token ids. `request_args` are the arguments of
-    Engine.add_request. `finish_reason` is that of the text, "length" also where the request was
-    aborted, or failed, of which `check` raises the error."""
+    Engine.add_request. `finish_reason` is "stop" or "length", and "length" also for a request that
+    was aborted or failed; `check` raises the error of one that failed."""
 
     def __init__(
         self,

@@ -101,6 +101,7 @@ class Meter:
         for row, num_tokens in drafted:
             overlaps = result.overlaps_of(row)
             self.num_rounds += 1
-            self.total_overlap += max(0.0, overlaps[0])  # 0 for a draft's NaN, which is rejected
+            # max(0.0, NaN) is 0.0: a draft's NaN is rejected.
+            self.total_overlap += max(0.0, overlaps[0])
             for overlap in overlaps[:num_tokens]:
                 draft_length.observe(overlap)

@@ -52,6 +52,6 @@ class Rule:
         may_keep = self.keep(draft_tokens, q, p[:, :-1], to_accept)  # (B, K)
         is_number = ~p[:, :-1].isnan().any(dim=-1)  # (B, K)
         n = count_kept(may_keep & is_drafted & is_number)
-        q = q.masked_fill(~is_drafted[..., None], 0.0)  # (B, K, V)
+        q = q.where(is_drafted[..., None], 0.0)  # (B, K, V)
         p, q, to_draw = after_kept(n, p, q, to_draw)
         return n, draw(self.next_law(p, q), to_draw)

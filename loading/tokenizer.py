@@ -295,7 +295,7 @@ def open_runtime(folder: Path, settings: TokenizerSettings) -> Runtime:
 
 def copy_files(folder: Path, target: Path) -> None:
     """Copy the FILES of a folder, or write those of a GGUF file, without their modes, which may be
-    read-only. OSError if the folder is gone."""
+    read-only. UserError if the folder is gone, in which glob finds nothing."""
     if is_gguf(folder):
         from loading.gguf_vocabulary import write_files
 
@@ -306,7 +306,8 @@ def copy_files(folder: Path, target: Path) -> None:
         copy = target / file.relative_to(folder)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copy)
-    folder.stat()  # glob finds nothing in a folder that is gone
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder")
 
 
 def is_message(message) -> bool:

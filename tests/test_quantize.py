@@ -1214,7 +1214,7 @@ def test_a_folder_that_goes_while_it_is_quantized(step, monkeypatch, tmp_path):
     if step == "load_ends":
         with pytest.raises(ValueError, match="in: no such folder"):
             quantized_folder.run(options)
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(ValueError, match="in: no such folder"):
             copy_files(folder, tmp_path)
         assert not (tmp_path / "q").exists()
     else:

@@ -24,11 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding.errors import UserError
-from weights.schemes import (  # noqa: F401
+from weights.schemes import (
     FLOAT32_SCHEMES,
     MLX_BITS,
     MLX_GROUPS,
-    SCHEMES,
     check_scheme,
 )
 

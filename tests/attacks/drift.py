@@ -74,7 +74,7 @@ from loading.tokenizer import load_tokenizer
 from model import Transformer
 from scripts.distill.draft_kinds import default_layer_ids
 from scripts.distill.draft_start import init_weights
-from weights.formats import SCHEMES
+from weights.schemes import SCHEMES
 from weights.walker import pack_model
 
 ROOT = Path(__file__).parents[2]

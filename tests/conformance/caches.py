@@ -158,7 +158,8 @@ class Pair:
             is_prompt = begin < first
             end = min(begin + 8, first) if is_prompt else begin + T
             pos = torch.arange(begin, end).expand(B, -1)  # (B, T)
-            keys, values = k[:, :, begin:end].clone(), v[:, :, begin:end].clone()
+            keys = k[:, :, begin:end].clone()
+            values = v[:, :, begin:end].clone()
             if not is_prompt:
                 keys[:, :, 1:] = 3 * self.normal(B, G, T - 1, E)
                 values[:, :, 1:] = 3 * self.normal(B, G, T - 1, E)
@@ -363,23 +364,26 @@ def drafts_behind(pair: Pair, chunk: int) -> None:
     first = chunk + 3
     q, k, v = (pair.normal(B, heads, S, E) for heads in (H, G, G))
     rounds, others, steps = (pair.attended(2 * q, k, v, first, T) for T in (K + 1, K + 1, 1))
-    reasons = {
-        "Drafts that were rejected changed what it reads, so drafted text is not plain text: a"
-        " scale that several positions share must not be read before all of them are decided": (
-            rounds,
-            others,
-        ),
-        "A round rounds otherwise than a step, so drafted text is plain text up to rounding alone:"
-        " `attend` has to add in float32, and to call visible.run": (rounds, steps),
-    }
-    for reason, (outputs, expected) in reasons.items():
-        for position, (output, want) in enumerate(zip(outputs, expected), first):
+
+    def compare(expected: list[Tensor], reason: str) -> None:
+        for position, (output, want) in enumerate(zip(rounds, expected), first):
             error = (output - want).abs().max() / v.abs().max()
             if not error <= ROUNDING:
                 raise AssertionError(
                     f"{pair.cls.__name__}: {pair.case}: the output at position {position} is off by"
                     f" {error:.2g} of the largest value. {reason}"
                 )
+
+    compare(
+        others,
+        "Drafts that were rejected changed what it reads, so drafted text is not plain text: a"
+        " scale that several positions share must not be read before all of them are decided",
+    )
+    compare(
+        steps,
+        "A round rounds otherwise than a step, so drafted text is plain text up to rounding alone:"
+        " `attend` has to add in float32, and to call visible.run",
+    )
 
 
 SCENARIOS = (
