@@ -23,7 +23,9 @@ from torch import Tensor
 import speculative
 from decoding.draft_length import DraftLength
 from decoding.engine import Engine
-from decoding.prefill import next_prompt, prefill_draft
+from decoding.memory import MemoryPlan
+from decoding.meter import Decided
+from decoding.prefill import count_draft_positions, next_prompt, prefill_draft
 from decoding.sampling import ACCEPT, PLAIN_DRAW, Sampling
 from drafts.base import Draft, Drafter
 from model import Transformer
@@ -103,8 +105,8 @@ def made(make: Callable, target: Transformer) -> Drafter:
 
 
 class OneRow:
-    """A drafter of the engine, as `speculate` asks it. Before it proposes, the caches get what the
-    text has decided since, but for the newest token."""
+    """A drafter of the engine, as `speculate` asks it. It runs the passes of an engine's rounds, so
+    that q has the same bits. With other bits, a near tie could decide another token."""
 
     def __init__(self, target, drafter, prompt, k: int, S: int):
         self.engine = Engine(target, 1, S, drafter=drafter, speculate_k=k)
@@ -116,7 +118,14 @@ class OneRow:
         engine, request = self.engine, self.request
         batch, target, drafter = engine.rows(0, 1)
         length = text.length
+        num_before = len(request.tokens)
         request.tokens = text.tokens[0, len(request.prompt) : length].tolist()
+        if num_before:  # a round has come before, whose passes the draft's cache has
+            plan_of_round = MemoryPlan(
+                request.memory, (request,), num_first_inputs=drafter.num_first_inputs
+            )
+            decided = Decided(0, request, request.tokens[num_before:])
+            count_draft_positions(plan_of_round, [decided])
         request.sampling = text.sampling
         batch.tokens[:, :length] = text.tokens[:, :length]
         batch.pos.copy_(text.pos)
@@ -125,12 +134,17 @@ class OneRow:
         batch.done.fill_(False)
         batch.draft_limit.fill_(plan.k)
         batch.sampling_path = text.sampling_path
-        if request.num_computed < length - 1:
-            target.prefill(batch.tokens, request.num_computed, length - 1)
-            request.num_computed = length - 1
-        prefill_draft(engine, request.slot, length - 1)
+        if not num_before:
+            target.prefill(batch.tokens, 0, length - 1)
+            prefill_draft(engine, request.slot, length - 1)
         drafter.expect([request], 0)
-        return drafter.propose(batch, plan._replace(requests=[(0, request)]))
+        draft = drafter.propose(batch, plan._replace(requests=[(0, request)]))
+        # The engine's own verification, for a draft that reads the target's states or caches.
+        pos = text.pos[:, None] + torch.arange(plan.k + 1)  # (1, K + 1)
+        last = text.tokens.gather(1, pos[:, :1])  # (1, 1)
+        tokens = torch.cat((last, draft.tokens), dim=1)  # (1, K + 1)
+        target.model.hidden(tokens, pos, target.slice_to(length + plan.k))
+        return draft
 
 
 def check(holds: bool, message: str) -> None:
