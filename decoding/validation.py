@@ -18,6 +18,7 @@ A UserError names the argument, or the row, and the number that does not fit.
 
 import json
 import math
+from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from operator import index
@@ -95,10 +96,10 @@ def unknown_id(ids: Iterable[int], vocab_size: int) -> str:
 
 def check_stop_ids(stop_ids: Iterable[int]) -> frozenset[int]:
     """The stop ids as Python integers, given a tensor's or numpy's too. UserError for an id that is
-    no integer."""
+    no integer of 64 bits."""
     try:
-        return frozenset(index(id) for id in stop_ids)
-    except TypeError:
+        return frozenset(array("q", map(index, stop_ids)))
+    except (TypeError, OverflowError):
         raise UserError(f"stop_ids = {stop_ids!r:.99} must be token ids") from None
 
 

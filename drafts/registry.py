@@ -25,7 +25,6 @@ from loading.checkpoint import Checkpoint
 from loading.draft_types import draft_type_of
 from loading.hub import checkpoint_path
 from loading.options import (
-    MTP_SPEC,
     SPEC_HELP,
     SPECS,
     DraftOptions,
@@ -165,9 +164,9 @@ def check_draft(
                 f" divided apart from the target"
             )
         return source
-    is_head = MTP_SPEC.fullmatch(other) is not None
-    other = check_draft(other if is_head else Path(other), config, options)
-    return source_class("hybrid")(source, other)
+    is_head = other.partition(":")[0] == "mtp"
+    second = check_draft(other if is_head else Path(other), config, options)
+    return source_class("hybrid")(source, second)
 
 
 def is_folder(folder_or_spec: str | Path | Checkpoint) -> bool:

@@ -213,8 +213,15 @@ class Checkpoint:
             model = load_weights(model, source.tensors, ranks, pack, bar.update)
         if ranks.rank == 0:
             near, reason = source.nearest
-            requantized = [f"{reason}; quantized again to {quantize or near}"] if near else []
-            for note in filter(None, (*source.notes, plain_note(source, schemes), *requantized)):
+            notes = [*source.notes, plain_note(source, schemes)]
+            is_requantized = any(
+                scheme and tensor.near
+                for name, scheme in schemes.items()
+                for tensor in source.of(name)
+            )
+            if is_requantized:
+                notes.append(f"{reason}; quantized again to {quantize or near}")
+            for note in filter(None, notes):
                 print(f"{self.path}: {note}", file=sys.stderr)
         return model
 

@@ -236,7 +236,12 @@ def read_experts(hf: Section, defaults: Mapping[str, object], n_layers: int) -> 
             if isinstance(value, list) and key not in LAYER_KEYS:
                 # Hunyuan's, one for each layer
                 value = hf.entries(name, n_layers, "layers", tuple(value[:1]))[0]
-            section[key] = section.agreed(key, Section({name: value}), name)
+            # A count may stand under several names if the values agree.
+            stored = Section({name: value})
+            field = EXPERT_FIELDS.get(key)
+            if value is not None and field and field.name:
+                stored.read(name, field.kind)  # a UserError has the file's own name
+            section[key] = section.agreed(key, stored, name)
         if section[key] is None:
             section[key] = default
     return section

@@ -108,7 +108,7 @@ def model_type_of(keys: dict[str, object]) -> str:
     architecture = keys.get("general.architecture")
     for model_type, family in reversed(FAMILIES.items()):
         has_key = not family.arch_key or keys.get(f"{architecture}.{family.arch_key}")
-        if family.arch == architecture and has_key:
+        if architecture and family.arch == architecture and has_key:
             return model_type
     supported = ", ".join(sorted({family.arch for family in FAMILIES.values()} - {""}))
     reason = f"is not supported; supported: {supported}"
@@ -335,5 +335,5 @@ def experts_of(hf_name: str, stack: Blocks) -> dict[str, Blocks]:
     tensors = {}
     for number, rows in enumerate(stack.bytes):
         expert = replace(stack, shape=shape, bytes=rows.view(shape[0], -1))
-        tensors[hf_name.format(number)] = expert
+        tensors[hf_name.replace("{}", str(number))] = expert
     return tensors

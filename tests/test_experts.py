@@ -696,6 +696,7 @@ def test_v4_and_v5_names_of_the_number_of_experts():
         ({**GLM, "n_group": 2}, "n_group = 2"),
         ({**GLM, "topk_group": 2}, "topk_group = 2"),
         ({**GLM, "n_routed_experts": 5}, "num_experts = 4 and n_routed_experts = 5 disagree"),
+        ({**GLM, "num_experts": None, "n_routed_experts": "4"}, "n_routed_experts = '4'"),
         ({**GLM, "first_k_dense_replace": -1}, "first_k_dense_replace = -1"),
         ({**GLM, "kv_lora_rank": 512}, "kv_lora_rank = 512"),
         ({**GLM, "model_type": "hy_v3", "mlp_layer_types": ["moe"] * 4}, "mlp_layer_types"),

@@ -498,6 +498,7 @@ def test_stop_ids_and_numbers_of_tokens_of_any_form(folder_of):
     "prompt, settings, message",
     [
         ([5], {"stop_ids": [None]}, r"stop_ids = \[None\] must be token ids"),
+        ([5], {"stop_ids": [3, 2**63]}, r"stop_ids = \[3, 9223372036854775808\] must be token ids"),
         ([None, 5], {}, "holds token id None, outside the vocabulary"),
         (["a"], {}, "holds token id 'a', outside the vocabulary"),
         ([math.inf], {}, "holds token id inf, outside the vocabulary"),

@@ -1602,6 +1602,22 @@ def test_broken_files_are_one_line(what, good, tmp_path):
     assert message in str(error.value) and "\n" not in str(error.value), str(error.value)
 
 
+def test_an_empty_architecture_is_not_supported(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "")
+    writer.add_key_value("general.architecture", "", gguf.GGUFValueType.STRING)
+    writer.add_tensor("token_embd.weight", numpy.zeros((4, 64), dtype=numpy.float32))
+    with pytest.raises(ValueError, match=r"m.gguf: general.architecture = '' is not supported"):
+        load_model(finish(writer, tmp_path / "m.gguf"))
+
+
+def test_braces_in_the_name_of_a_tensor_are_no_format(tmp_path):
+    def add(writer):
+        writer.add_tensor("a{}{x}.weight", numpy.zeros((2, 4, 64), dtype=numpy.float32))
+
+    with pytest.raises(ValueError, match=r"m.gguf: .*unexpected: a0\{x\}"):
+        load_model(write(tmp_path / "m.gguf", keys=add))
+
+
 @pytest.mark.parametrize("file_type", ["adapter", "mmproj", "imatrix"])
 def test_other_files_of_llama_cpp_are_named(file_type, tmp_path):
     """As convert_lora_to_gguf.py and llama.cpp's other programs write them."""

@@ -590,6 +590,9 @@ def test_a_folder_that_cannot_be_a_draft_is_refused_by_name(text_folder, tmp_pat
         check_draft(f"suffix:x,{text_folder}", target)
     with pytest.raises(ValueError, match=f"{tmp_path / 'none'}"):
         check_draft(f"suffix,{tmp_path / 'none'}", target)
+    for second in ("suffix,mtp:some/dir", "ngram,mtp", "suffix,some/dir"):  # one first draft alone
+        with pytest.raises(ValueError, match=second):
+            check_draft(f"suffix,{second}", target)
     (tmp_path / "config.json").write_text(json.dumps({"speculators_model_type": "nobodys"}))
     with pytest.raises(ValueError, match=f"{tmp_path}.*speculators_model_type = 'nobodys'"):
         check_draft(f"suffix,{tmp_path}", target)

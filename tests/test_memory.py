@@ -104,6 +104,16 @@ def test_int8_counts_as_held_where_no_kernel_reads_it(inputs):
     assert counted == quantized.stored_bytes + quantized.expanded_bytes
 
 
+@pytest.mark.parametrize(
+    "outputs, dtype, copies", [(64, "bfloat16", 2), (64, "float16", 1), (60, "bfloat16", 1)]
+)
+def test_int4_counts_twice_where_a_cuda_kernel_has_a_copy(outputs, dtype, copies):
+    """Rows beyond the kernel's are multiplied with the stored parts."""
+    linear = torch.nn.Linear(96, outputs, bias=False, dtype=getattr(torch, dtype))
+    quantized = QuantizedLinear.from_float(linear, "int4-g32")
+    assert quantized.held_bytes("cuda") == copies * quantized.stored_bytes
+
+
 def test_an_eagle_draft_counts_with_its_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
     (tmp_path / "model.safetensors").write_bytes(bytes(12345))

@@ -1414,6 +1414,17 @@ def test_matrices_that_no_scheme_holds_exactly_are_quantized_again(tmp_path, cap
     assert "quantized again to int8" in capsys.readouterr().err
 
 
+def test_a_head_that_no_scheme_holds_exactly_is_said_to_load_as_plain_weights(tmp_path, capsys):
+    """And not to be quantized again, as matrices of blocks are."""
+    config = gptq_config(lm_head=True, dynamic={"+:.*lm_head": {"bits": 8}})
+    build(tmp_path, config, gptq, head=True, others={"lm_head": (gptq, {"bits": 8})})
+    model = load_model(tmp_path, dtype=torch.float32)
+    assert not isinstance(model.lm_head, QuantizedLinear)
+    assert model.layers[0].ffn.down.scheme == "int4-g128-float32"
+    said = capsys.readouterr().err
+    assert "load as plain weights" in said and "quantized again" not in said
+
+
 @pytest.mark.parametrize("key", ["dynamic", "extra_config"])
 def test_settings_of_single_modules_are_refused_with_their_names(key, tmp_path):
     own = {".*mlp.up_proj": {"bits": 3}}

@@ -1,6 +1,6 @@
 """Linears that own their weights in a stored form.
 
-    RowsLinear                           a Linear by its product of rows: the base of those below
+    RowsLinear                           base of most Linears below: adds the bias to a product
     QuantizedLinear                      a Linear that owns the parts of a format: from_float, pack
     Int8Linear, Int4Linear, MxLinear     its subclasses with a kernel that reads the codes
     QuantizedEmbedding                   rows of a tied, quantized head
@@ -45,13 +45,14 @@ FASTER_INT8 = (
 
 
 class RowsLinear(RowKernel):
-    """A Linear by its `product` of rows x (M, in) -> (M, out), without bias."""
+    """The base of Linears, which define a `product` of rows x (M, in) -> (M, out) without bias."""
 
     def __init__(self, linear: "nn.Linear | QuantizedLinear"):
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias, False)
+        # A CPU kernel's own copy of the weights. None in a packed Linear whose kernel reads parts.
         self.packed: PackedWeights | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,8 +61,9 @@ class RowsLinear(RowKernel):
         return y if self.bias is None else y + self.bias
 
     def halves(self, x: Tensor) -> tuple[Tensor, ...]:
-        """`model.Linear.halves`. Of one row that a GPU's compiler multiplies, two sums, so that it
-        fuses what joins the halves to their end."""
+        """The two halves of the outputs, as in `model.Linear`. For a single row a GPU's compiler
+        gets two sums, so that it fuses the activation that joins them, silu(gate) * up, with the
+        product."""
         rows = x.reshape(-1, self.in_features)
         if not self.is_fused(rows) or rows.size(0) > 1 or self.bias is not None:
             return self(x).chunk(2, dim=-1)
@@ -125,7 +127,7 @@ class LinearParts(nn.ModuleList):
         return torch.cat(self.halves(x), dim=-1)
 
     def halves(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of each part; of gate and up `model.Linear.halves`."""
+        """The outputs of each part, which for gate and up are those of `model.Linear.halves`."""
         return tuple(part(x) for part in self)
 
 
@@ -261,7 +263,7 @@ class QuantizedLinear(RowsLinear):
             return gpu.row_sums(self.format.dequantize(parts), x)
         codes = self.format.elements(parts["codes"])
         scale = parts["scale"].float()
-        if x.size(0) == 1 or x.dtype == torch.float16:  # which may overflow
+        if x.size(0) == 1 or x.dtype == torch.float16:  # float16 sums may overflow
             return gpu.row_sums(codes, x, scale)
         y = F.linear(gpu.stored(x), codes.to(x.dtype))
         return (y * scale).to(x.dtype)
@@ -278,17 +280,18 @@ class Int8Linear(QuantizedLinear):
     scale.
 
     On a CPU large weights are multiplied in integers with float32 scales; quantizing x this way
-    loses less than rounding the result does (see `to_digits`). All other products take the scales
-    in the activations' dtype. bfloat16 rounds a float32 scale (int8-float32) by up to 2^-8, half a
-    unit in the last place of the result. float16 can hold neither scales below 6e-5 nor sums above
-    65,504, so with float16 activations the codes are scaled in float32 before the product.
+    loses less than rounding the result does (see `to_digits`). A GPU's fused products take float32
+    scales too, and other products take them in the activations' dtype. bfloat16 rounds a float32
+    scale (int8-float32) by up to 2^-8, half a unit in the last place of the result. float16 can
+    hold neither scales below 6e-5 nor sums above 65,504: with float16 activations a CPU's kernel
+    gets x in float32, and elsewhere the codes are scaled in float32 before the product.
     """
 
     @property
     def reads_codes_on_cpu(self) -> bool:
-        """aten's kernel reads full lanes of inputs. Large weights are multiplied as digits, of any
-        number of inputs. (On a processor without a kernel of digits this is wrong, and the
-        memory that is counted as held is too little.)"""
+        """aten's kernel reads full lanes of inputs; a kernel of digits reads large weights of any
+        number. (A processor that lacks the latter unpacks large weights without full lanes, so
+        that `held_bytes` is too small there.)"""
         return self.in_features % KERNEL_LANES == 0 or self.codes.nbytes >= cpu.LARGE_BYTES
 
     def prepack(self):
@@ -322,7 +325,7 @@ class Int8Linear(QuantizedLinear):
         return torch._weight_int8pack_mm(x, self.codes, self.kernel_scale)
 
     def run_kernel(self, x: Tensor) -> Tensor:
-        # The kernel takes as long for each row of a prompt as for a step.
+        # The kernel's time grows with every row, so a prompt takes plain products instead.
         if torch.compiler.is_compiling() or len(x) <= STEP_ROWS:
             return super().run_kernel(x)
         dtype = cpu.product_dtype(x.dtype)
@@ -338,27 +341,36 @@ class Int4Linear(QuantizedLinear):
     """A Linear of int4 codes, for aten's kernels: w = (code - 8) * scale + zero. On a CPU they take
     a multiple of 16 outputs, so the last ones are padded; on CUDA they take bfloat16 alone.
 
-    The kernels take scale and zero in the activations' dtype. float32 loses nothing. bfloat16
+    The kernels take scale and zero in the activations' dtype, which is never float32. bfloat16
     rounds float32 scales (int4-g128-float32), which adds an error of at most 2^-8 * (|code - 8| *
     scale + |zero|) to a weight: for |zero| <= 8 * scale, as in other programs' folders, that is
     scale / 16, vs. up to scale / 2 from quantization itself. float16 adds an eighth of that, but up
     to 2^-25 * (|code - 8| + 1) below 6e-5, where its numbers are 2^-24 apart.
     """
 
+    operator = None  # set by `prepack` where a kernel fits
+    has_slices = False  # can a CPU unpack some outputs at a time?
+
     @property
     def reads_codes_on_cpu(self) -> bool:
         """In float32 aten's kernel multiplies one number at a time, and is not used."""
         return self.dtype != torch.float32
 
-    operator = None  # set by `prepack` where a kernel fits
-    has_slices = False  # can a CPU unpack some outputs at a time?
+    @property
+    def has_cuda_kernel(self) -> bool:
+        fits_tiles = self.out_features % 16 == 0 and self.in_features % 32 == 0
+        return fits_tiles and self.dtype == torch.bfloat16
+
+    def held_bytes(self, device_type: str) -> int:
+        """On a CUDA GPU some rows read the kernel's copy, and more rows the stored parts."""
+        num_bytes = super().held_bytes(device_type)
+        return 2 * num_bytes if device_type == "cuda" and self.has_cuda_kernel else num_bytes
 
     def prepack(self):
         device = self.codes.device.type
-        has_tiles = self.out_features % 16 == 0 and self.in_features % 32 == 0
         if device == "cpu" and self.reads_codes_on_cpu:
             self.pack_for_cpu()
-        elif device == "cuda" and has_tiles and self.dtype == torch.bfloat16:
+        elif device == "cuda" and self.has_cuda_kernel:
             self.pack_for_cuda()
         else:
             super().prepack()
