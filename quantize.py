@@ -122,7 +122,7 @@ def gptq(
             weights = w[:, i]  # (out,)
             step = scale[i]
             offset = zero[i]
-            code = ((weights - offset) / step).round()
+            code = ((weights - offset) / step).round()  # less the center
             code = code.clamp(-format.center, max_code - format.center)
             codes.append(code + format.center)
             error = (weights - code * step - offset) / factor[i, i]

@@ -64,17 +64,17 @@ def token_of(answer: Answer, number: int, text: str, at: float, num_logprobs: in
     """Token `number` of an answer. num_logprobs: of so many more top tokens; None leaves out
     probabilities."""
     request = answer.request
-    record = answer.record(number)
+    record = answer.token_record(number)
     rejected = answer.rejected_texts(record)
     round = request.token_steps[number] + 1
     token = Token(request.tokens[number], text, token_origin(record), round, at, rejected=rejected)
     if num_logprobs is None:
         return token
-    p, q, *of_rejected = request.token_probs[number]
+    p, q, rejected_p, rejected_q = request.token_probs[number]
     pairs = request.top_logprobs[number][: 1 + num_logprobs]
     token = token._replace(p=p, top_logprobs=logprob_pairs(pairs))
     if rejected:
-        token = token._replace(rejected_p=of_rejected[0], rejected_q=of_rejected[1])
+        token = token._replace(rejected_p=rejected_p, rejected_q=rejected_q)
     if record is not None and record.index < record.k:
         token = token._replace(q=q, overlap=record.overlap)
     return token

@@ -3,8 +3,8 @@
     Answer          a prompt with its request's arguments, then its request, its tokens and its text
     Completion      a finished answer, as LLM.generate returns it
 
-Text is made here and nowhere else: characters are complete, stop strings end it, and the token that
-ends a turn adds none. generate.LLM fills answers; command line, server and scripts show them.
+Text is made here and nowhere else: characters are complete, stop strings end it, and a stop id adds
+no text. generate.LLM fills answers; command line, server and scripts show them.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class Answer:
         self.stream = tokenizer.stream(continues=True)
         self.request = None  # the engine's, once it has been added
         self.engine = None  # the engine that its prompt was made for; None: any
-        self.ids: list[int] = []
+        self.ids: list[int] = []  # those of the request's tokens that `feed` has read
         self.pieces: list[str] = []  # one a token, and the rest of the text at the end
         self.is_finished = False
 
@@ -64,17 +64,18 @@ class Answer:
 
     def feed(self) -> bool:
         """Add the text of the tokens that the request got since the last call. Returns whether the
-        answer has ended: at a stop string, after which a round may have decided more tokens, or
-        with its request."""
+        answer has ended: with its request, or at a stop string, after which the request may have
+        more tokens."""
         tokens = self.request.tokens
         while len(self.ids) < len(tokens) and not self.at_stop_string:
-            id = tokens[len(self.ids)]
-            record = self.record(len(self.ids))
+            number = len(self.ids)
+            id = tokens[number]
             self.ids.append(id)
-            self.add(self.stops.feed_token(id, self.stream, is_last=id in self.stop_ids), record)
+            text = self.stops.feed_token(id, self.stream, is_last=id in self.stop_ids)
+            self.add(text, self.token_record(number))
         return self.at_stop_string or self.request.finish_reason is not None
 
-    def record(self, number: int):
+    def token_record(self, number: int):
         """The TokenRecord of a token; None without a drafter."""
         records = self.request.token_records
         return records[number] if records else None
@@ -87,8 +88,8 @@ class Answer:
         self.pieces.append(text)
 
     def close(self) -> None:
-        """Add the text that waited for more bytes or for a stop string, and drop the tokens
-        after one."""
+        """Add the text that waited for more bytes or for the rest of a stop string, and drop the
+        request's tokens after the stop string that ended it."""
         self.add(self.stops.feed(self.stream.flush()) + self.stops.flush())
         if self.request is not None:
             num_tokens = len(self.ids)

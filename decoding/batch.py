@@ -77,7 +77,7 @@ class Batch(nn.Module):
         # step's input, and its keys and values are in no cache.
         fixed("pos", B, value=S)
         fixed("prompt_length", B)
-        fixed("end", B)  # the index of the last token
+        fixed("end", B)  # the index of the last token that a step may decide
         fixed("done", B, value=True, dtype=torch.bool)
         fixed("seed", B)
         fixed("stop_ids", B, MAX_STOP_IDS, value=-1)
@@ -87,9 +87,10 @@ class Batch(nn.Module):
         num_words = math.ceil(vocab_size / 32)
         # One bit for each token, set where a grammar allows it.
         fixed("masks", B, K + 1, num_words, value=-1, dtype=torch.int32)
-        # What the last step decided, for the host: num_decided tokens of `out`. It drafted
-        # num_drafted tokens of `drafted`, and kept the first `accepted` of them. At each `overlap`
-        # is the sum of min(p, q), or what a decoding.rule.Rule says that it `expected`.
+        # What the last step decided, for the host: the first num_decided tokens of `out`. The
+        # first num_drafted tokens of `drafted` were the draft, and the first `accepted` of these
+        # were kept. `overlap` is, at each of them, the sum over the vocabulary of min(p, q), or
+        # what a decoding.rule.Rule returns as `expected`.
         fixed("out", B, K + 1)
         fixed("num_decided", B)
         fixed("num_drafted", B)
@@ -99,8 +100,8 @@ class Batch(nn.Module):
         if options.logprobs is not None:
             num_logprobs = 1 + options.logprobs
             fixed("top_logprobs", B, K + 1, num_logprobs, 2, dtype=f32)  # of decoding/logits.py
-            # p of the target and q of the draft (0: none), of the decided token and of the drafted
-            # one, which differ where it was rejected.
+            # p (target) and q (draft; 0 without one) of the decided token, then both of the drafted
+            # one. The two tokens differ where the draft was rejected.
             fixed("token_probs", B, K + 1, 4, dtype=f32)
 
     def fill(self, slot: int, request) -> None:
@@ -126,21 +127,23 @@ class Batch(nn.Module):
         requests: Sequence[tuple[int, object]],
         limits: Mapping[object, int] | None = None,
     ) -> None:
-        """Choose the code for a step of these (row, scheduler.Request) pairs, of this view of rows
-        alone. `limits`: how many tokens of each are drafted, if the step drafts."""
+        """Choose the code for a step of these (row, scheduler.Request) pairs; sampling_path changes
+        in this view of rows alone. `limits`: how many tokens each request drafts, None in a plain
+        step."""
         self.sampling_path = common_path(request for _, request in requests)
         if limits:
-            by_row = [0] * len(self.pos)
+            limit_by_row = [0] * len(self.pos)
             for row, request in requests:
-                by_row[row] = limits[request]
-            by_row = torch.tensor(by_row, pin_memory=self.pos.is_cuda)
-            self.draft_limit.copy_(by_row, non_blocking=self.pos.is_cuda)
+                limit_by_row[row] = limits[request]
+            limit = torch.tensor(limit_by_row, pin_memory=self.pos.is_cuda)
+            self.draft_limit.copy_(limit, non_blocking=self.pos.is_cuda)
 
     def write_masks(
         self, requests: Sequence[tuple[int, object]], draft_tokens: Tensor | None = None
     ) -> None:
-        """Write the masks of these rows' grammars for the next token and after each of draft_tokens
-        (B, K); after one that is not allowed, all tokens are."""
+        """Write the masks of these rows' grammars: for the next token, and for the token after each
+        of draft_tokens (B, K). After a drafted token that is forbidden or ends the answer, nothing
+        is masked: no token there is ever decided."""
         for row, request in requests:
             if request.grammar is None:
                 continue
@@ -153,7 +156,7 @@ class Batch(nn.Module):
             masks[: len(allowed)] = allowed
 
     def activate(self, slot: int, num_tokens: int) -> None:
-        """Let steps decide this slot's tokens. Its prompt of num_tokens is in the caches."""
+        """Let steps decide this slot's tokens after its prompt of num_tokens."""
         self.pos[slot].fill_(num_tokens - 1)
         self.done[slot].fill_(False)
 
@@ -191,8 +194,8 @@ class Batch(nn.Module):
         return process(self.logits_processor, logits, self.tokens, pos)
 
     def noise(self, pos: Tensor, purpose: int = PLAIN_DRAW) -> Tensor:
-        """Uniform numbers (B, T) for tokens at pos (B, T). Greedy sampling decides alike with any
-        numbers, and gets zeros, but for a Rule, which may use them."""
+        """Uniform numbers (B, T) for tokens at pos (B, T): zeros where all rows are greedy, which
+        needs none, unless a Rule decides, which may use them."""
         if self.sampling_path == GREEDY and isinstance(self.verification, str):
             return torch.zeros(pos.shape, dtype=torch.float32, device=pos.device)
         return row_noise(self.seed, self.pos, pos, purpose)
@@ -200,9 +203,9 @@ class Batch(nn.Module):
     def record_logprobs(
         self, logits: Tensor, processed: Tensor, tokens: Tensor, q: Tensor | None = None
     ) -> None:
-        """Record for tokens (B, T) their log-probabilities by the unmodified logits (B, T, V), and
-        the probabilities that decided, of these tokens and of the drafted ones: the target's by the
-        processed logits (B, T, V), and the draft's q (B, T - 1, V)."""
+        """Record for tokens (B, T): in top_logprobs, log-probabilities by the unmodified logits
+        (B, T, V); in token_probs, p by the processed logits (B, T, V) and the draft's q (B, T - 1,
+        V), each of these tokens and of the drafted ones."""
         T = tokens.size(1)
         index = tokens.clamp(min=0)[..., None]  # (B, T, 1)
         p = distribution(processed, self.sampling_path, self.values)  # (B, T, V)
@@ -228,9 +231,8 @@ class Batch(nn.Module):
         is_stop = (tokens[..., None] == stop_ids).any(dim=-1)  # (B, T)
         is_full = position >= self.end[:, None]  # (B, T)
         is_last = is_stop | is_full | (tokens == INVALID)
-        num_last = is_last.cumsum(dim=1)
-        ended_before = num_last - is_last.long() > 0  # (B, T)
-        is_decided = ~(self.done[:, None] | ended_before)
+        num_last_before = is_last.cumsum(dim=1) - is_last.long()  # (B, T)
+        is_decided = ~(self.done[:, None] | (num_last_before > 0))  # (B, T)
         if n_accepted is not None:
             is_decided = is_decided & (index <= n_accepted[:, None])
         self.out[:, :T] = tokens

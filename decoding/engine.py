@@ -102,7 +102,7 @@ class Engine:
             # Weak: a cycle would keep engine and drafter until a collection.
             drafter.owner = weakref.ref(self)
             drafter.setup(self.batch, max_k, self.runner, self.maybe_compile)
-            if drafter.num_first_inputs:
+            if drafter.num_first_inputs:  # it has a cache of its own
                 self.runners.append(drafter.runner)
         # rows(begin, end): these slots as a batch. Views are made once.
         self.rows = functools.cache(Rows(self.batch, self.runner, drafter).view)
@@ -132,7 +132,8 @@ class Engine:
     ) -> int:
         """Add a prompt, which waits while all slots are busy; returns its id.
         `draft`: whether its tokens may be drafted.
-        `grammar`: an object of its own that masks tokens (decoding/grammar.py), or None.
+        `grammar`: an object that masks tokens for this request alone (decoding/grammar.py), or
+        None.
         `prompt_logprobs`: record in Request.prompt_logprobs the log-probability of each prompt
         token and of this many top tokens.
 
@@ -240,8 +241,8 @@ class Engine:
             self.batch.park(request.slot.index)
             # At least what `padded_length` adds to a chunk.
             num_padding = max(PREFILL_CHUNK, self.runner.chunk) // 8
-            # Positions past the text that steps in flight may write, and the step that decided its
-            # end; one more step to spare.
+            # The step that decided the end and those in flight may write this many positions past
+            # the text; one more step to spare.
             num_in_flight = (self.readback.host_lag + 2) * (self.planner.max_k + 1)
             self.scheduler.release(request, num_in_flight + num_padding)
         del self.requests[request.id]
@@ -268,10 +269,10 @@ class Engine:
             plans = self.planner.plan(requests, self.readback.steps)
             # `plan` calls Drafter.expect, which makes n-gram and suffix drafts: time of drafting.
             draft_s = time.perf_counter() - begin_s
-            # Only now is it known that a draft's model runs. After plain steps its own cache lacks
-            # positions, and which ones is known once all launched steps are read. A request that
-            # ends in this read stays in `plans`, but not in `requests`.
             if lacks_positions(self, plans):
+                # A model drafts, and after plain steps its own cache lacks their positions. Which
+                # ones is known once all launched steps are read. A request that ends in this read
+                # stays in `plans`, but not in `requests`.
                 events += self.read(max_in_flight=0)
                 requests = self.scheduler.decoding()
                 if not requests:
@@ -329,30 +330,30 @@ class Engine:
         )
 
     def run(self, step: Step) -> StepResult:
-        """Launch a step: the drafter proposes K tokens, unless it is a plain one, and one pass of
-        the model decides."""
+        """Launch a step: in a round the drafter proposes K tokens, and one pass of the model
+        decides."""
         batch, target, drafter = step.rows
         k = step.k
-        start = drafted = timestamp(target.device)
+        start = draft_end = timestamp(target.device)
         draft = Draft(None, None)
         if k > 0:
             draft = propose(drafter, batch, Plan(k, step.length, step.drafting))
             if step.drafts_unevenly:
                 draft = draft.limited(batch.draft_limit)
-            drafted = timestamp(target.device)
+            draft_end = timestamp(target.device)
         batch.write_masks(step.requests, draft.tokens)
-        records = step.records_logprobs
-        decide_step = self.maybe_compile(decode_round, batch, k, records)
-        decide_step(self.model, target.slice_to(step.length + k), batch, *draft, records)
-        times = (start, drafted, timestamp(target.device))
-        return StepResult.of(batch, times, records)
+        records_logprobs = step.records_logprobs
+        run_round = self.maybe_compile(decode_round, batch, k, records_logprobs)
+        run_round(self.model, target.slice_to(step.length + k), batch, *draft, records_logprobs)
+        times = (start, draft_end, timestamp(target.device))
+        return StepResult.of(batch, times, records_logprobs)
 
     # ------------------------------------------------------------------------------------- results
 
     def read(self, max_in_flight: int | None = None) -> list[tuple[int, int]]:
-        """(request id, token) of all launched steps except the last `max_in_flight`: by default as
-        many as may be in flight when the next one is launched, none with a grammar, whose masks
-        depend on every token so far."""
+        """Read all launched steps but the last `max_in_flight`; returns (request id, token) of what
+        they decided. By default `max_in_flight` is the device's host_lag, and 0 while a request has
+        a grammar, whose masks depend on every token so far."""
         if max_in_flight is None:
             has_grammar = any(request.grammar is not None for request in self.requests.values())
             max_in_flight = 0 if has_grammar else self.readback.host_lag
@@ -365,13 +366,13 @@ class Engine:
     def deliver(self, step: Step, result: StepResult) -> list[tuple[int, int]]:
         """Give each request the tokens that a step decided, and end those whose text ends. Returns
         (request id, token) of each."""
-        decided = [
-            Decided(row, request, request.append_tokens(result, row))
-            for row, request in step.requests
-            if request.status is not Status.FINISHED
-        ]
+        decided = []
+        for row, request in step.requests:
+            if request.status is not Status.FINISHED:  # as it may be since the step was launched
+                ids = request.append_tokens(result, row)
+                decided.append(Decided(row, request, ids))
         self.meter.record(step, result, decided)
-        for plan in step.plans:
+        for plan in step.plans:  # before `finish` takes their slots
             if plan.fills_cache:
                 count_draft_positions(plan, decided)
         events = []
@@ -389,9 +390,9 @@ class Engine:
         return warm_up(self, path)
 
     def calibrate(self, sampling: Sampling, length: int | None = None, rounds: int = 7) -> Costs:
-        """Measure the cost of steps with `length` positions filled, by default in short texts and,
-        if the context is long, at its end too; returns that of the shortest. Call it before the
-        first request."""
+        """Measure the cost of steps with `length` positions filled: by default half of a short
+        context, or both ends of a long one. Returns that of a full batch at the shortest length.
+        Call it before the first request."""
         lengths = lengths_to_calibrate(self.max_seq_length) if length is None else [length]
         planner = self.planner
         planner.measured_costs = calibrate(self, sampling, lengths, rounds)

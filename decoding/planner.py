@@ -68,28 +68,29 @@ class Planner:
         # Do steps record log-probabilities? A program may pause this while no answer needs them.
         self.records_logprobs = options.logprobs is not None
         # Numbers of rows that `warm_up` compiles and `calibrate` measures: all that a compiled step
-        # may have. Other steps have others too, whose costs are taken to lie between.
+        # may have. An eager step may have any number between; its costs are interpolated.
         self.row_counts = sorted({1, runner.B})
         self.drafter = drafter
         self.runner = runner
         self.memories = Memories() if drafter is None else drafter.memories
-        self.memories.shared.draft_length = None  # costs are this engine's
-        self.costs: Costs | None = None  # of the step planned last; None before `calibrate`
+        self.memories.shared.draft_length = None  # an earlier engine of the drafter had other costs
+        # Of the step planned last. Before `calibrate` None, or what a program has set.
+        self.costs: Costs | None = None
         # What `calibrate` has measured, by number of rows, then by attended length.
         self.measured_costs: dict[int, dict[int, Costs]] = {}
 
     def assign_memory(self, request, others: Sequence) -> None:
-        """Give a new scheduler.Request its memory; `others` have not ended. The acceptance so far
-        stays valid, unless another K was set since, as programs that measure do."""
+        """Give a new scheduler.Request its memory; `others` have not ended. What was learned of the
+        shared acceptance stays, unless speculate_k was changed and no other request runs."""
         shared = self.memories.shared
-        learned = shared.draft_length
-        if learned is None or (learned.k != self.speculate_k and not others):
+        draft_length = shared.draft_length
+        if draft_length is None or (draft_length.k != self.speculate_k and not others):
             shared.draft_length = DraftLength(self.speculate_k, self.costs)
         self.memories.assign(request, others)
 
     def costs_of(self, num_rows: int, length: int) -> Costs | None:
-        """Costs of steps of so many rows at this length; those that were set if none were
-        measured."""
+        """Costs of steps of so many rows at this length; before `calibrate` those in `costs`, None
+        unless a program has set them."""
         if not self.measured_costs:
             return self.costs
         attended = self.runner.bucket_length(length)
@@ -118,18 +119,15 @@ class Planner:
         return min(length, self.runner.caches.max_seq_length)
 
     def plan(self, requests: Sequence[Request], in_flight: Sequence[Step]) -> list[MemoryPlan]:
-        """One plan for each memory, made from its own requests.
-
-        A request that learns alone (decoding/memory.py) must not depend on other rows: how many
-        run, and how long they are, may follow from random numbers that it shares with them. So its
-        costs are those of a full batch at its own length, whatever runs."""
+        """One plan for each memory, made from its own requests."""
         begin, end = self.row_range(requests)
         self.costs = self.costs_of(end - begin, self.max_length(requests, in_flight))
-        by_memory: dict[Memory, list] = {}
+        requests_by_memory: dict[Memory, list] = {}
         for request in requests:
-            by_memory.setdefault(request.memory, []).append(request)
+            requests_by_memory.setdefault(request.memory, []).append(request)
         return [
-            self.plan_memory(memory, learners, in_flight) for memory, learners in by_memory.items()
+            self.plan_memory(memory, own_requests, in_flight)
+            for memory, own_requests in requests_by_memory.items()
         ]
 
     def plan_memory(self, memory: Memory, requests: list, in_flight: Sequence) -> MemoryPlan:
@@ -137,22 +135,25 @@ class Planner:
         if self.drafter is None or not self.ks:
             # No draft: K is 0, or the fixed width.
             return MemoryPlan(memory, requests, self.max_k, self.costs)
-        mine = set(requests)
-        unread = sum(
+        own_requests = set(requests)
+        unread = sum(  # tokens of a request that the steps in flight may decide
             plan.k + 1
             for step in in_flight
             for plan in step.plans
-            if not mine.isdisjoint(plan.requests)
+            if not own_requests.isdisjoint(plan.requests)
         )
         costs = self.costs
         if not memory.is_shared:
+            # A request that learns alone must not depend on other rows: how many run, and how long
+            # they are, may follow from random numbers that it shares with them. So its costs are
+            # those of a full batch at its own length.
             length = requests[0].num_positions + unread
             costs = self.costs_of(self.runner.B, min(length, self.runner.caches.max_seq_length))
         if memory.draft_length is None:
             memory.draft_length = DraftLength(self.speculate_k, costs)
-        memory.draft_length.costs = costs
+        memory.draft_length.costs = costs  # before `expect`: a HybridDraft chooses by them
         expected = self.drafter.expect(requests, unread)
-        has_draft = any(row != [] for row in expected)
+        has_draft = any(probs != [] for probs in expected)  # None, of a model's draft, counts too
         k = memory.draft_length.choose(expected) if has_draft else 0
         if self.has_fixed_width:
             k = self.max_k
@@ -164,10 +165,10 @@ def draft_lengths(options: EngineOptions, drafter: Drafter | None) -> tuple[int,
     "auto". UserError if it cannot draft so many."""
     if drafter is None and not options.fixed_width_steps:
         return ()
-    limits = drafter or Drafter  # the class has the defaults
+    drafter = drafter or Drafter  # the class has the defaults
     k = options.speculate_k
-    choices = limits.auto_k if k == "auto" else (k,)
-    ks = tuple(choice for choice in choices if 0 < choice <= limits.max_k)
+    choices = drafter.auto_k if k == "auto" else (k,)
+    ks = tuple(choice for choice in choices if 0 < choice <= drafter.max_k)
     if k and not ks:
-        raise UserError(f"speculate_k = {k}: this draft has at most {limits.max_k} tokens a round")
+        raise UserError(f"speculate_k = {k}: this draft has at most {drafter.max_k} tokens a round")
     return ks

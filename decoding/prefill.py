@@ -2,8 +2,9 @@
 
     next_prompt     the request whose prompt runs next, in its slot
     prefill         runs a chunk of it; the last one decides the first token
-    prefill_draft   computes what the drafter's own cache lacks, of prompts and of later tokens;
-                    lacks_positions says when, count_draft_positions after a round
+    prefill_draft   computes what the drafter's own cache lacks, of prompts and of later tokens
+    lacks_positions, count_draft_positions
+                    whether a step needs that; how far the cache reaches after a round
     record_prompt   the log-probabilities of a prompt
 
 The functions write to an engine's slots, and engine.py calls them.
@@ -25,10 +26,10 @@ from model import Transformer
 from speculative import decide
 from tp import lost_contact
 
-# The least that a prefill chunk costs, in tokens: reading the weights dominates a shorter one. By
-# device type; other devices take the default in `prefill`.
-PREFILL_COST = {"cpu": 16}
-PROMPT_LOGITS = 2**24  # of a prompt, computed at once for log-probabilities: 64 MB
+# A chunk costs the budget of Engine.step at least this many tokens, because reading the weights
+# dominates a shorter one. By device type; elsewhere half of PREFILL_CHUNK.
+MIN_PREFILL_COST = {"cpu": 16}
+PROMPT_LOGITS = 2**24  # computed at once for the log-probabilities of a prompt: 64 MB in float32
 
 
 def next_prompt(engine) -> Request | None:
@@ -55,28 +56,29 @@ def next_prompt(engine) -> Request | None:
 
 def prefill(engine, request: Request) -> int:
     """Run the next chunk of a prompt through all models; returns its cost in tokens. The last chunk
-    decides the first token. If only the prompt's last token is left, as in the second of several
-    answers to one prompt, it joins the next decode step, provided that there are other requests. An
-    engine that runs rounds does not do this: a round may take the first token from a draft
-    instead."""
+    decides the first token.
+
+    A prompt whose last token alone is left, like that of a second answer to one prompt, runs with
+    the next decode step if there are other requests. It does not in an engine that runs rounds: a
+    draft might then decide the first token, depending on which other requests there are."""
     device = engine.runner.device
-    begin = timestamp(device)
+    start = timestamp(device)
     slot = request.slot
     end = min(request.num_computed + engine.runner.chunk, request.num_positions)
-    min_cost = PREFILL_COST.get(device.type, PREFILL_CHUNK // 2)
+    min_cost = MIN_PREFILL_COST.get(device.type, PREFILL_CHUNK // 2)
     cost = max(end - request.num_computed, min_cost)
     is_last_chunk = end == request.num_positions
     if is_last_chunk:
         request.status = Status.DECODING
         engine.batch.activate(slot.index, end)
-        lacks_one = request.num_computed == end - 1
-        joins_step = lacks_one and end > 1 and len(engine.requests) > 1 and not engine.planner.ks
+        lacks_one = 0 < request.num_computed == end - 1  # all before it is in the cache
+        joins_step = lacks_one and len(engine.requests) > 1 and not engine.planner.ks
         if joins_step:
             return 0  # its status is DECODING already: the next decode step runs this token
     rows = engine.rows(slot.index, slot.index + 1)
     batch = rows.batch
     running = [(0, request)]
-    records = engine.planner.records_logprobs
+    records_logprobs = engine.planner.records_logprobs
     try:
         h = rows.target.prefill(batch.tokens, request.num_computed, end)  # (1, T, D)
         prefill_draft(engine, slot, end)
@@ -85,25 +87,26 @@ def prefill(engine, request: Request) -> int:
         if is_last_chunk:
             batch.prepare(running)
             batch.write_masks(running)
-            decide(batch, engine.model.head(h[:, -1:]), records_logprobs=records)
+            decide(batch, engine.model.head(h[:, -1:]), records_logprobs=records_logprobs)
     except Exception as error:
         if lost_contact(error):
             raise
         request.error = error
         engine.finish(request, "error")
         return cost
-    request.prefill_times.append((begin, timestamp(device)))
+    request.prefill_times.append((start, timestamp(device)))
     if is_last_chunk:
         request.num_launched = 1  # its first token
+        # With these plans `Planner` counts the tokens in flight.
         plans = [MemoryPlan(request.memory, (request,))]
-        step = Step(rows, end, requests=running, records_logprobs=records, plans=plans)
-        engine.readback.send(StepResult.of(batch, records_logprobs=records), step)
+        step = Step(rows, end, requests=running, records_logprobs=records_logprobs, plans=plans)
+        engine.readback.send(StepResult.of(batch, records_logprobs=records_logprobs), step)
     return cost
 
 
 def prefill_draft(engine, slot: Slot, end: int) -> None:
     """Run the positions up to `end` that the drafter's own cache lacks."""
-    if len(engine.runners) == 1:
+    if len(engine.runners) == 1:  # no drafter with a cache of its own
         return
     if slot.num_draft < end:
         rows = engine.rows(slot.index, slot.index + 1)
@@ -122,9 +125,9 @@ def lacks_positions(engine, plans: Sequence[MemoryPlan]) -> bool:
 
 
 def count_draft_positions(plan: MemoryPlan, decided: Sequence) -> None:
-    """Note what the drafter's own cache holds after a round that `decided` tokens (meter.Decided):
-    all positions before the newest that the round began with, and all but those that the first pass
-    of the next round computes."""
+    """Set each slot's num_draft after a round that `decided` tokens (meter.Decided): the larger of
+    two numbers of positions that the drafter's own cache surely holds. These are all before the
+    token that was the newest as the round began, and all but the last num_first_inputs."""
     for _, request, ids in decided:
         if request in plan.requests:
             num_before = request.num_positions - len(ids) - 1
@@ -132,8 +135,9 @@ def count_draft_positions(plan: MemoryPlan, decided: Sequence) -> None:
 
 
 def record_prompt(request: Request, model: Transformer, h: Tensor) -> None:
-    """Record, on request, log-probabilities of the prompt's tokens that follow h (1, T, D)."""
-    begin = request.num_computed + 1
+    """Record the log-probabilities of the prompt tokens that follow h (1, T, D), if the request
+    asks for them."""
+    begin = request.num_computed + 1  # `prefill` counts the chunk after this call
     ids = request.prompt[begin : begin + h.size(1)]  # one fewer at the prompt's end
     if request.num_prompt_logprobs is None or not ids:
         return
@@ -142,5 +146,5 @@ def record_prompt(request: Request, model: Transformer, h: Tensor) -> None:
     size = max(1, PROMPT_LOGITS // model.config.vocab_size)
     for part, next_ids in zip(h.split(size, dim=1), ids.split(size, dim=1)):
         logits = model.head(part)  # (1, size, V)
-        records = top_logprobs(logits, next_ids, request.num_prompt_logprobs)
-        request.prompt_logprobs += records[0].tolist()
+        logprobs = top_logprobs(logits, next_ids, request.num_prompt_logprobs)
+        request.prompt_logprobs += logprobs[0].tolist()

@@ -12,10 +12,11 @@ from speculative import after_kept, count_kept
 
 
 class Rule:
-    """A round asks `keep` which drafted tokens may stay, keeps those before the first that may not,
-    and draws one more from `next_law`. Reports and "auto" go by what is `expected`. `is_lossless`:
-    does text keep the target's distribution? A subclass overrides `keep` and `expected`, and the
-    others where they differ."""
+    """A round keeps the drafted tokens before the first that `keep` refuses, and draws the next
+    from `next_law`. Reports and "auto" read `expected`. `is_lossless`: does text keep the target's
+    distribution? A subclass overrides `keep` and `expected`, and `next_law` and `is_lossless` where
+    the defaults do not fit. No token whose p is 0 may be kept or drawn: greedy text would change,
+    and a grammar be broken."""
 
     is_lossless = False
 
@@ -26,13 +27,13 @@ class Rule:
         p: Tensor,
         u: Tensor,
     ) -> Tensor:
-        """Which tokens (B, K), drawn from q (B, K, V), may be kept where the target has p (B, K,
-        V): (B, K) bool. `u` (B, K) are uniform numbers."""
+        """(B, K) bool: may these tokens (B, K), drawn from q (B, K, V), be kept where the target
+        has p (B, K, V)? `u` (B, K) are uniform numbers."""
         raise NotImplementedError
 
     def next_law(self, p: Tensor, q: Tensor) -> Tensor:
         """The distribution (B, V) of the token after those that are kept, where the target has p
-        (B, V), and the draft q (B, V), or zeros."""
+        (B, V) and the draft q (B, V). It must be p in rows where q is zero, which have no draft."""
         return p
 
     def expected(self, p: Tensor, q: Tensor) -> Tensor:
@@ -48,10 +49,10 @@ class Rule:
     ) -> tuple[Tensor, Tensor]:
         """n_accepted and next_token, as of `speculative.accept`."""
         to_accept, to_draw = noise
-        is_drafted = q.amax(dim=-1) > 0  # (B, K) False with NaN
+        has_draft = q.amax(dim=-1) > 0  # (B, K) False where q is NaN: such a token is rejected
         may_keep = self.keep(draft_tokens, q, p[:, :-1], to_accept)  # (B, K)
-        is_number = ~p[:, :-1].isnan().any(dim=-1)  # (B, K)
-        n = count_kept(may_keep & is_drafted & is_number)
-        q = q.where(is_drafted[..., None], 0.0)  # (B, K, V)
+        is_valid = ~p[:, :-1].isnan().any(dim=-1)  # (B, K) False where p is NaN
+        n = count_kept(may_keep & has_draft & is_valid)
+        q = q.where(has_draft[..., None], 0.0)  # (B, K, V)
         p, q, to_draw = after_kept(n, p, q, to_draw)
         return n, draw(self.next_law(p, q), to_draw)

@@ -1,10 +1,10 @@
 """A model with its caches: how a prompt runs, and how far a step attends.
 
 ModelRunner     a model and caches of B rows and S positions;  target_runner makes an engine's
-cache_class     what EngineOptions call a type of caches
+cache_class     the class of caches that EngineOptions name
 Rows            a range of slots as a batch
-slot_tensors    some positions of a slot in all caches, by name; copy_positions writes to them,
-                and clear_positions clears a slot
+slot_tensors    views of a slot's positions in all caches;  copy_positions  copies them to another
+                slot;  clear_positions  empties them
 """
 
 import copy
@@ -23,22 +23,28 @@ from model import Caches, KVCache, Transformer, row_view
 from weights.compiling import compiled, mark_dynamic
 
 PREFILL_CHUNK = 512  # tokens of a prompt per pass; bounds the memory of activations
-# By device type. On a GPU each pass unpacks all quantized weights to 16 bits first.
+# By device type. On a GPU each pass first unpacks all quantized weights, so passes are longer.
 PREFILL_CHUNKS = {"cuda": 2048}
 
 
 class ModelRunner:
-    """A model with its own caches of B rows, or on `layers` of another's caches: the shapes in
-    which prompts and steps run, an engine's and generate.decode's.
+    """A model with its own caches of B rows, or on `layers` of another runner's. It chooses the
+    shapes in which prompts and steps run, for an engine and for generate.decode.
 
-    max_seq_length: positions of a text. S, which queries see at most: these, what a round may draft
-    past a text's end (slack - 1), and what rounds S up for the padding of a prompt and to a length
-    at which all passes round alike. S + slack: positions of the caches, where parked rows (those
-    without a text) write behind S. An example: 100 positions with K = 3 have a slack of 4, and so
-    103; the last chunk of a prompt pads that to 104, and attention in multiples of 16 to S = 112;
-    the caches hold 116. `slack` is at least 1, because a step over the full length of a cache would
-    specialize and recompile.
-    `compile`: are steps compiled? `compile_prompts`: is prefill? `cache_type`: see make_caches.
+        max_seq_length  positions of a text
+        slack           K + 1: a round may draft K positions past a text's end; for_draft adds more.
+                        At least 1, because a step over the full length of a cache would specialize
+                        and recompile
+        S               positions that a query may see: max_seq_length + slack - 1, rounded up for
+                        the padding of a prompt's last chunk, then to a length at which all passes
+                        round alike
+        S + slack       positions of the caches; parked rows (those without a text) write from S on
+        compile         are steps compiled?
+        compile_prompts is prefill?
+        cache_type      the class of the caches
+
+    With 100 positions, K = 3 and attention in multiples of 16, slack is 4, S is 103 rounded up to
+    104 and then to 112, and the caches hold 116.
     """
 
     draft_cache_type: type[KVCache] = KVCache  # of a draft's own caches
@@ -65,21 +71,21 @@ class ModelRunner:
         weight = model.norm.weight
         self.device = weight.device
         self.chunk = PREFILL_CHUNKS.get(self.device.type, PREFILL_CHUNK)
-        S = max_seq_length + slack - 1  # a round may run past the end of a text
+        length = max_seq_length + slack - 1  # a round may run past the end of a text
         # Each bucket of attended lengths then has its own graph.
         self.uses_cuda_graphs = compile and self.device.type == "cuda"
-        # Beyond MIN_KEYS there are several lengths to split: see there.
-        is_split = self.uses_cuda_graphs and S > MIN_KEYS and has_efficient_kernel(E, weight)
+        # Only where several multiples of CHUNK are possible from MIN_KEYS on: Dynamo refuses one.
+        is_split = self.uses_cuda_graphs and length > MIN_KEYS and has_efficient_kernel(E, weight)
         heads = Heads(B, G, H // G, E, weight.dtype, model.config.sinks)
         threads = torch.get_num_threads()
         multiples = invariant_multiples(cache_type.kernel, heads, self.device, threads)
         self.attends_alike = multiples is not None  # does a query have the same bits in every pass?
         row_multiple, self.length_multiple = multiples or (1, CHUNK if is_split else 16)
-        # The last chunk of a prompt has room for its padding, whatever S is.
-        num_full = (S - 1) // self.chunk * self.chunk
-        padded_end = num_full + padded_length(S - num_full)
+        # The last chunk of a prompt has room for its padding, whatever the length is.
+        num_full = (length - 1) // self.chunk * self.chunk
+        padded_end = num_full + padded_length(length - num_full)
         self.S = round_up_length(padded_end, self.length_multiple)
-        num_rows = B if layers is None else 0  # on other layers only key_pos is needed
+        num_rows = B if layers is None else 0  # on another runner's layers only key_pos is needed
         caches = model.make_caches(num_rows, self.S + slack, cache_type, self.S)
         if layers is not None:
             caches = caches._replace(layers=tuple(layers))
@@ -96,7 +102,7 @@ class ModelRunner:
     ) -> "ModelRunner":
         """A runner for a draft model, with its own caches or on the caches of some of this model's
         layers. `num_scratch`: positions that its own caches need besides `slack`, for what the
-        draft writes past the last decided token of a live row or of a parked one."""
+        draft writes past a row's last decided token, or past S in a parked row."""
         layers = None if on_layers is None else [self.caches.layers[i] for i in on_layers]
         return ModelRunner(
             model,
@@ -116,8 +122,8 @@ class ModelRunner:
         return view
 
     def bucket_length(self, length: int) -> int:
-        """Round `length` up to the next compiled length, or to the next multiple at which
-        results are bitwise equal."""
+        """`length` rounded up: to that of a CUDA graph where steps are replayed, else to the next
+        multiple of length_multiple, at which passes round alike if attends_alike."""
         if self.uses_cuda_graphs:
             length = max(256, 1 << (length - 1).bit_length())
         return min(round_up_length(length, self.length_multiple), self.S)
@@ -131,7 +137,7 @@ class ModelRunner:
 
     def inputs(self, tokens: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor, Caches]:
         """(tokens (B, T), pos (T,), caches) of positions [begin, end), the arguments of `hidden`.
-        Beyond tokens (B, S) the last one is repeated."""
+        Positions past the end of tokens (B, S) repeat its last token."""
         pos = torch.arange(begin, end, device=self.device)
         tokens = tokens[:, pos.clamp(max=tokens.size(1) - 1)]
         # A draft's vocabulary may be smaller than its target's.
@@ -145,9 +151,9 @@ class ModelRunner:
         """Run positions [begin, end) of prompts tokens (B, S) in chunks; the hidden states (B, T,
         D) of the last chunk.
 
-        A chunk is padded on the right with its last token: of another one the model might make NaN,
-        which would spoil the caches. Decoding overwrites the padding's keys and values before any
-        query sees them.
+        A chunk is padded on the right with its last token. Another token's states might be NaN, and
+        a NaN spoils attention even where it is masked. Decoding overwrites the padding's keys and
+        values before any query sees them.
         """
         for first in range(begin, end, self.chunk):
             num_tokens = min(self.chunk, end - first)
@@ -237,11 +243,11 @@ def slot_tensors(
 
 
 def copy_positions(
-    runners: Sequence[ModelRunner], source: int, target: int, num_positions: int
+    runners: Sequence[ModelRunner], source: int, destination: int, num_positions: int
 ) -> None:
-    """Copy the first positions of slot `source` to slot `target`."""
+    """Copy the first positions of slot `source` to slot `destination`."""
     stored = slot_tensors(runners, source, 0, num_positions)
-    for name, x in slot_tensors(runners, target, 0, num_positions).items():
+    for name, x in slot_tensors(runners, destination, 0, num_positions).items():
         x.copy_(stored[name])
 
 

@@ -25,7 +25,7 @@ from decoding.settings import SETTINGS, check_numbers
 # In order of generality: the code of a path also serves rows of the paths before it.
 PATHS = ("greedy", "plain", "filtered", "penalized")
 GREEDY, PLAIN, FILTERED, PENALIZED = PATHS
-INVALID = -1  # drawn instead of a token where the logits hold a NaN or +inf
+INVALID = -1  # drawn where the logits hold a NaN or +inf, or nothing but -inf
 MAX_BIASES = 300  # ids of a logit_bias
 
 # Purposes of a uniform number: one position may need several independent ones.
@@ -43,7 +43,7 @@ def top_k_filter(p: Tensor, top_k: Tensor) -> Tensor:
 
 
 def top_p_filter(p: Tensor, top_p: Tensor) -> Tensor:
-    # Those from the probability on at which all that are as likely, or more, reach top_p.
+    # The most likely tokens that together reach top_p, and those as likely as the last of them.
     bits = _bits(p)
     mass = (p * 2.0**40).long()  # integers: a GPU adds in any order
     total = mass.sum(dim=-1, keepdim=True)
@@ -101,9 +101,9 @@ PENALTIES: dict[str, Callable] = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """Applied in this order: logit_bias, the penalties, temperature, then the filters in the order
-    of their fields, each on the result of the one before. None is neutral. UserError for a number
-    out of range.
+    """Settings, applied in this order: logit_bias, the penalties, temperature, then the filters in
+    the order of their fields, each on the result of the one before. None is neutral. UserError for
+    a number out of range.
 
     The path is a static choice of code; the values are a tensor, so that changing them compiles
     nothing.
@@ -201,13 +201,13 @@ def distribution(
     values: Tensor,
 ) -> Tensor:
     """Probabilities (..., V) float32 of logits (..., V). path is static; values (n,) as in
-    Sampling, or (B, n) for logits (B, ..., V). Rows of several paths share the code of the last of
-    these paths (`common_path`), and each row gets the same bits from it as from its own path's
-    code. Penalties are in the logits already.
+    Sampling, or (B, n) for logits (B, ..., V). Rows of several paths share the code of the most
+    general of them (`common_path`), which gives each row the same bits as its own path's code.
+    Penalties are in the logits already.
 
     Greedy, which temperature 0 and top_k 1 ask for, is the one-hot of the argmax, the lowest id on
     ties. A larger top_k keeps all tokens that tie with its last one, as in transformers and vLLM. A
-    row that holds a NaN or +inf becomes all NaN.
+    row that holds a NaN or +inf, or nothing but -inf, becomes all NaN.
     """
     logits = logits.float()
     top, token = (x[..., None] for x in max_and_index(logits))  # (..., 1)
@@ -232,12 +232,13 @@ def distribution(
         filtered = filtered * stays
         is_filtered = is_filtered | ~is_neutral
     total = filtered.sum(dim=-1, keepdim=True)
+    # Rows without a filter keep p's bits, and greedy ones their argmax, whatever a filter drops.
     return torch.where(is_filtered & ~is_greedy, filtered / total, p)
 
 
 def max_and_index(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The maximum of x (..., V) and its first index; a NaN is a maximum. Compiled for a GPU, one
-    thread block would look for the index: there parts of V come first, and then their maxima."""
+    """The maximum of x (..., V) and its first index; a NaN counts as the maximum. Compiled for a
+    GPU, one thread block would search all of V: there parts of V come first, then their maxima."""
     num_parts = math.gcd(x.size(-1), MAX_PARTS)
     if num_parts == 1 or not x.is_cuda or not torch.compiler.is_compiling():
         return x.max(dim=-1)
@@ -259,7 +260,8 @@ def common_path(owners: Iterable) -> str:
 
 
 def _bits(p: Tensor) -> Tensor:
-    """Float32 in [0, 1] as int64 in [0, 2^30), in the same order; NaN becomes the largest."""
+    """Float32 in [0, 1] as int64 in [0, 2^30), in the same order. NaN may become any of them: its
+    row stays NaN under every mask."""
     return p.view(torch.int32).clamp(0, 2**30 - 1).long()
 
 
@@ -267,10 +269,10 @@ def _threshold(bits: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """The largest threshold t (..., 1) such that the entries >= t have a total weight of at least
     `target`; 0 if there is no such t. All int64.
 
-    A radix search instead of a sort, which takes 12 ms for 128k entries on a CPU: each digit comes
-    from a histogram of the entries that share the higher digits. Large vocabularies take two digits
-    of 15 bits, small ones three of 10 bits, because a histogram of 2^15 bins would cost more than
-    an extra pass. Tied entries are all kept or all dropped.
+    A radix search, because a sort of 128k entries takes 12 ms on a CPU: each digit of t comes from
+    a histogram of the entries that share the higher digits. Large vocabularies take two digits of
+    15 bits, small ones three of 10, because 2^15 bins would cost more than an extra pass. Tied
+    entries are all kept or all dropped.
     """
     num_bits = 15 if bits.size(-1) >= 2**15 else 10  # of a digit
     base = 2**num_bits
@@ -299,9 +301,9 @@ def draw(
     """Inverse-CDF draw: p (..., V), noise (...) uniform in [0, 1) -> ids (...) int64; INVALID where
     p is NaN.
 
-    Returns the first id whose cumulative probability exceeds noise * total. Ids of probability 0
-    are masked out of both, because a parallel scan may round equal sums differently, and could then
-    pick an impossible id or none. A greedy distribution is one-hot and needs no sum.
+    Returns the first id whose cumulative probability exceeds noise * total. The sums of ids of
+    probability 0 are masked, because a parallel scan may round equal sums differently, and could
+    then pick an impossible id or none. With path GREEDY, p is one-hot and needs no sum.
     """
     if path == GREEDY:
         top, token = max_and_index(p)

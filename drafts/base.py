@@ -27,8 +27,8 @@ from model import Caches, Config, Transformer, row_view
 
 class Draft(NamedTuple):
     """Drafted tokens (B, K) of the positions after a row's last decided one, and the distributions
-    q (B, K, V) float32 that they were drawn from. A row has no draft from where q is zero; its
-    tokens there run through the target too, and must be ids."""
+    q (B, K, V) float32 that they were drawn from. A row's draft ends where q is zero. Its tokens
+    from there on are never kept, but run through the target too, and must be ids."""
 
     tokens: Tensor
     q: Tensor
@@ -57,12 +57,12 @@ class Drafter(nn.Module):
 
     auto_k = (1, 2, 3, 5, 8)  # the choices of `auto`, besides 0
     max_k = math.inf  # tokens of a round
-    # Requests whose texts are longer do not take its draft.
+    # Requests whose texts have this many tokens or more do not take its draft.
     max_positions = math.inf
-    # How many of the latest decided tokens the first pass of a round runs through a cache of its
-    # own: the newest, which no cache holds yet, and those before it that this cache lacks after a
-    # round, or has computed from other inputs than decided tokens have. 0: it has no such cache,
-    # and needs no prompt.
+    # How many of the latest decided tokens a round's first pass runs through the drafter's own
+    # cache. The newest is in no cache yet. Those before it may be missing there after a round, or
+    # were computed from other inputs: from masks, or from the draft's own states. 0: the drafter
+    # has no cache of its own, and prompts do not run through it.
     num_first_inputs = 0
 
     def __init__(self, model: Transformer | None = None):
@@ -86,7 +86,7 @@ class Drafter(nn.Module):
         or not."""
         self.maybe_compile = maybe_compile
         B = len(batch.pos)
-        self.vocab = V = target.model.config.vocab_size  # the ids that it may draft end here
+        self.vocab_size = V = target.model.config.vocab_size  # it may draft ids below this number
         device = batch.pos.device
         tokens = torch.zeros(B, k_max, dtype=torch.int64, device=device)
         probs = torch.zeros(B, k_max, V, dtype=torch.float32, device=device)
@@ -109,17 +109,18 @@ class Drafter(nn.Module):
         return []
 
     def expect(self, requests: Sequence, unread: int) -> list[list[float] | None]:
-        """Called before each step, on the host, for the scheduler.Requests of each memory. For each
-        a list with one number for each token of its draft: the probability that it and all tokens
-        before it are accepted. []: no draft; None: the drafter cannot tell. Up to `unread` decided
-        tokens of a row have not reached the host yet."""
+        """What is expected of the next drafts: called on the host before each step, once for the
+        scheduler.Requests that share a memory. A request's entry is [] without a draft, None if the
+        drafter cannot tell, and else has for each token of the draft the probability that it and
+        all tokens before it are accepted. Up to `unread` decided tokens of a row have not reached
+        the host yet."""
         return [
             None if request.may_draft and request.num_positions < self.max_positions else []
             for request in requests
         ]
 
     def row_view(self, begin: int, end: int) -> "Drafter":
-        """The drafter of rows [begin, end), and so are the drafters that it holds."""
+        """The drafter for rows [begin, end), with the drafters that it holds cut likewise."""
         view = row_view(self, begin, end)
         view._modules = {
             name: module.row_view(begin, end) if isinstance(module, Drafter) else module
@@ -148,13 +149,13 @@ def propose(drafter: Drafter | None, batch: nn.Module, plan) -> Draft:
 class ModelDraft(Drafter):
     """A model drafts token by token, from the sampling's own distribution.
 
-    Its own cache lags by at most one token, so a round's first pass takes the last two tokens. On
-    the target's cache one is enough: verification rewrites all K + 1 positions of every layer
-    before any read."""
+    After a round its own cache lacks at most one token that the target's has, so the next round's
+    first pass takes the last two. On the target's cache it takes one: verification has overwritten
+    what the draft wrote, at all K + 1 positions of every layer."""
 
-    # How `setup` chooses num_first_inputs. None: 2 with a cache of its own, 0 on the target's. A
-    # number n: the k_max + 1 tokens that the last round may have decided, and n before them. With
-    # k_max = 3, EAGLE-3, MTP and PARD (n = 0) have 4, and DFlash (n = 1) has 5.
+    # A number n makes num_first_inputs k_max + 1 + n: the tokens that the last round may have
+    # decided, and n before them. With k_max = 3, EAGLE-3, MTP and PARD (n = 0) have 4, and DFlash
+    # (n = 1) has 5. None: it stays 2 with a cache of its own, 0 on the target's.
     num_extra_inputs: int | None = None
     # Positions from the last decided token on that its cache needs beyond the target's.
     num_scratch = 0
@@ -185,14 +186,14 @@ class ModelDraft(Drafter):
             self.num_first_inputs = k_max + 1 + self.num_extra_inputs
         self.runner = target.for_draft(self.model, self.on_layers, self.num_scratch)
         # Ids that only the target has get probability 0; verification still draws them.
-        self.vocab = min(target.model.config.vocab_size, self.model.config.vocab_size)
+        self.vocab_size = min(target.model.config.vocab_size, self.model.config.vocab_size)
         zero = batch.pos.new_zeros(())
-        self.register_buffer("drawn", zero, persistent=False)
+        self.register_buffer("num_drawn", zero, persistent=False)
 
     def propose(self, batch: nn.Module, plan) -> Draft:
         num_written = max(plan.k, self.num_scratch)
         caches = self.runner.slice_to(plan.length + num_written)
-        self.drawn.zero_()
+        self.num_drawn.zero_()
         self.run_passes(caches, batch, plan.k)
         return self.proposal(batch, plan.k)
 
@@ -230,7 +231,7 @@ class ModelDraft(Drafter):
         num_inputs: int,
     ) -> None:
         """Run the last `num_inputs` tokens and draw the one after them."""
-        last = batch.pos + self.drawn  # (B,)
+        last = batch.pos + self.num_drawn  # (B,)
         h = self.hidden_up_to(caches, batch, last, num_inputs)
         self.draw(batch, self.model.head(h[:, -1:]), last[:, None] + 1)
 
@@ -241,20 +242,21 @@ class ModelDraft(Drafter):
         pos: Tensor,
     ) -> None:
         """Draw the tokens at pos (B, T) from logits (B, T, V), and append them to the proposal."""
-        logits = logits[..., : self.vocab]  # of the shorter vocabulary
+        logits = logits[..., : self.vocab_size]  # of the shorter vocabulary
         # All T draws see the tokens before the first of them: PARD draws them at once.
         last = (pos[:, :1] - 1).expand_as(pos)
         logits = batch.process_draft_logits(logits, last)
         q = distribution(logits, batch.sampling_path, batch.values)
         noise = batch.noise(pos, DRAFT_DRAW)  # (B, T)
         token = draw(q, noise, batch.sampling_path)
+        # A NaN in q draws INVALID, which no model can embed; verification rejects the token.
         token = batch.broadcast(token.clamp(min=0))
         batch.tokens.scatter_(1, pos, token)
         T = pos.size(1)
-        index = self.drawn + torch.arange(T, device=pos.device)  # (T,)
+        index = self.num_drawn + torch.arange(T, device=pos.device)  # (T,)
         self.tokens.index_copy_(1, index, token)
-        self.probs[..., : self.vocab].index_copy_(1, index, q)
-        self.drawn.add_(T)
+        self.probs[..., : self.vocab_size].index_copy_(1, index, q)
+        self.num_drawn.add_(T)
 
     def hidden_up_to(
         self,
@@ -274,7 +276,8 @@ class ModelDraft(Drafter):
         T: int,
     ) -> tuple[Tensor, Tensor]:
         """(tokens, pos), both (B, T), of the T positions up to `last` (B,). Positions before 0
-        become 0. Those of a parked row go behind all that it may still hold for another request."""
+        become 0. Those of a parked row become S, which no query sees: earlier ones may hold a
+        prefix that another request reuses."""
         offset = torch.arange(1 - T, 1, device=last.device)  # (T,)
         pos = last[:, None] + offset  # (B, T)
         pos = pos.clamp(min=0)
@@ -287,8 +290,8 @@ class ModelDraft(Drafter):
 
 class ParallelDraft(ModelDraft):
     """A ModelDraft that drafts all K tokens of a round in one pass, `draw_all`. It reads as many
-    decided tokens as a round can decide, and so overwrites what the last round wrote beyond
-    them."""
+    decided tokens as a round can decide, and so overwrites what the last round's masks wrote at
+    their positions."""
 
     num_extra_inputs = 0
 
@@ -359,13 +362,13 @@ class DraftSource:
         self.check(config)
 
     def check(self, config: Config) -> None:
-        """Read what says what the draft is."""
+        """Read from config.json or the spec what the draft is."""
 
     def load(self, target: Transformer, tokenizer) -> Drafter:
         """The drafter, not packed."""
         raise NotImplementedError
 
     def variants(self) -> list[tuple[str, "DraftSource"]]:
-        """(settings, source) of each way to read its files that they leave open, and first of the
-        one that this source takes. []: they say it all."""
+        """(settings, source) for each way in which its files may be meant, beginning with the one
+        that this source takes; [] where they leave nothing open."""
         return []

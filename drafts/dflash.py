@@ -8,9 +8,9 @@ K - 1 masks; in speculators' config.json says which.
 
 The block attends to itself and to all decided positions. These never run as tokens: each has a
 context, which `fuse` makes of the target's states there (hidden_states.py has their numbers), and
-the layers make keys and values of it. A round therefore first writes those of the tokens that the
-last round decided, except for the newest, whose states the target has yet to compute and which
-stands in the block.
+the layers make keys and values of it. A round therefore first writes those of the positions that
+the last round ran through the target and kept. The newest token is not among them: the target has
+yet to compute its states, and it stands in the block.
 
     DFlash          settings of config.json that a Qwen3 model does not have
     DFlashModel     contexts -> keys and values; a block -> hidden states
@@ -66,8 +66,9 @@ class DFlashModel(HiddenStateModel):
     causal; others see all of the block."""
 
     def __init__(self, config: Config, dflash: DFlash, has_embed: bool = False):
-        """`has_embed`: with an embedding and a head of its own, as DeepSpec's have anyway. A model
-        from a folder starts with both, and drop_unstored removes what is not stored."""
+        """`has_embed`: make an embedding and a head of its own. Loading makes both, and
+        drop_unstored removes what the folder lacks. Training makes them only for a draft with an
+        anchor, DeepSpec's."""
         V = config.vocab_size
         super().__init__(config, dflash.vocab_size or V)
         self.dflash = dflash
@@ -100,7 +101,7 @@ class DFlashModel(HiddenStateModel):
         for layer in self.layers:
             attention = layer.attention
             H, G = attention.heads()
-            qkv = attention.qkv(context).unflatten(-1, (-1, attention.head_dim))
+            qkv = attention.qkv(context).unflatten(-1, (-1, attention.head_dim))  # (B, T, H+2G, E)
             _, k, v = qkv.transpose(1, 2).split((H, G, G), dim=1)  # (B, G, T, E)
             k = apply_rope_partly(attention.k_norm(k), cos, sin, attention.interleaved)
             keys_values.append((k, v))
@@ -112,10 +113,10 @@ class DFlashModel(HiddenStateModel):
         pos: Tensor,
         caches: Caches,
     ) -> Tensor:
-        """Stands in for Transformer.hidden, so that ModelRunner.prefill fills this cache: of
-        `tokens` it reads the shape alone. For decided positions pos (B, T) or (T,), whose hidden
-        states the target has recorded, the caches get keys and values of the context (B, T, D),
-        which nobody uses further."""
+        """Write keys and values of the context at decided positions pos (B, T) or (T,), whose
+        states the target has recorded. It takes the place of Transformer.hidden, so that
+        ModelRunner.prefill fills this cache: `tokens` (B, T) give the shape alone, and nobody uses
+        the context (B, T, D) that it returns."""
         pos = pos.expand(tokens.shape)
         context = self.target_states(caches, pos)
         keys_values = self.keys_values(context, pos, caches.max_seq_length)
@@ -131,6 +132,7 @@ class DFlashModel(HiddenStateModel):
     ) -> Tensor:
         """Normed hidden states (B, W, D) of blocks (B, W) at pos (B, W). The next round overwrites
         their keys and values."""
+        # The draft's own layers must not overwrite the states that the target has recorded.
         return super().hidden(tokens, pos, caches._replace(aux_hidden_states={}))
 
     def visible_by_window(
@@ -139,6 +141,7 @@ class DFlashModel(HiddenStateModel):
         caches: Caches | None,
         dtype: torch.dtype,
     ) -> dict:
+        """As in any model, but layers without a window see the block up to its end."""
         visible = super().visible_by_window(pos, caches, dtype)
         if None in visible:
             end = pos[:, -1:].expand_as(pos)
@@ -151,7 +154,8 @@ class DFlashDraft(HiddenStateDraft, ParallelDraft):
     from a block. The block has its trained width for any K; its first K masks draw tokens, or the
     last decided token and K - 1 masks."""
 
-    # The newest token stands in the block: its context comes with the next one.
+    # The newest token stands in the block and has no context yet. The k_max + 1 before it may lack
+    # one: the token that was the newest before the last round, and those decided after it.
     num_extra_inputs = 1
 
     def __init__(self, model: DFlashModel):
@@ -171,25 +175,23 @@ class DFlashDraft(HiddenStateDraft, ParallelDraft):
         num_contexts = self.num_first_inputs - 1
         self.hidden_up_to(caches, batch, batch.pos - 1, num_contexts)  # writes keys and values
         pos = batch.pos[:, None]  # (B, 1)
-        steps = torch.arange(self.num_scratch, device=pos.device)  # (W,)
+        ahead = torch.arange(self.num_scratch, device=pos.device)  # (W,)
         last = batch.tokens.gather(1, pos)  # (B, 1)
-        tokens = torch.where(steps == 0, last, self.model.dflash.mask)  # (B, W)
-        # The blocks of parked rows go behind all positions of this cache, where nothing attends to
-        # them.
+        tokens = torch.where(ahead == 0, last, self.model.dflash.mask)  # (B, W)
+        # The blocks of parked rows begin at S of this cache, and no query sees S or later keys.
         block_begin = torch.where(pos < batch.parked_pos, pos, self.runner.S)
-        h = self.model.block_hidden(tokens, block_begin + steps, caches)  # (B, W, D)
+        h = self.model.block_hidden(tokens, block_begin + ahead, caches)  # (B, W, D)
         h = h[:, self.first_drawn : self.first_drawn + K]  # (B, K, D)
         logits = self.model.head(h)  # (B, K, V)
         if not self.model.markov_head:  # an empty Sequential: there is none
-            self.draw(batch, logits, pos + 1 + steps[:K])
+            self.draw(batch, logits, pos + 1 + ahead[:K])
             return
-        logits = logits[..., : self.vocab]
         if self.model.dflash.draft_topk:
-            least = logits.topk(self.model.dflash.draft_topk).values[..., -1:]  # (B, K, 1)
-            logits = logits.masked_fill(logits < least, -math.inf)
+            min_logit = logits.topk(self.model.dflash.draft_topk).values[..., -1:]  # (B, K, 1)
+            logits = logits.masked_fill(logits < min_logit, -math.inf)
         for i in range(K):
             before = batch.tokens.gather(1, pos + i)  # (B, 1), as drawn
-            bias = self.model.markov_head(before)[..., : self.vocab]  # (B, 1, V)
+            bias = self.model.markov_head(before)  # (B, 1, V)
             self.draw(batch, logits[:, i : i + 1] + bias, pos + i + 1)
 
 
@@ -224,6 +226,7 @@ def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:
     check_target(layer, {"hidden_size": target.dim, "vocab_size": target.vocab_size})
     check_target(hf, {"num_target_layers": target.n_layers, "target_hidden_size": target.dim})
     config = layer_config(Section(layer | {"is_causal": None, "tie_word_embeddings": False}), hf)
+    # True is always refused, and false where layers have windows: these alone are causal.
     for section, key in ((hf, "is_causal"), (options, "causal")):
         is_false = section.get(key) is False
         if section.flag(key) or (is_false and any(config.windows)):
@@ -231,22 +234,24 @@ def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:
     section = hf if options.get("block_size") is None else options
     block_size = section.size("block_size", max_size=MAX_BLOCK)
     mask = read_token_id(options, "mask_token_id", target.vocab_size)
-    state_ids = state_ids_of(hf, layer is not hf, options, target.n_layers)
+    is_speculators = layer is not hf  # only this layout has a section for the layers
+    state_ids = state_ids_of(hf, is_speculators, options, target.n_layers)
     rank = hf.count("markov_rank")
     if rank and hf.get("markov_head_type") != "vanilla":
         raise hf.refused("markov_head_type", "is not supported; supported: 'vanilla'")
     vocab_size = hf.size("draft_vocab_size", target.vocab_size)
-    topk = hf.get("dspark_draft_topk") and hf.size("dspark_draft_topk", max_size=vocab_size)
+    has_topk = hf.get("dspark_draft_topk")
+    topk = hf.size("dspark_draft_topk", max_size=vocab_size) if has_topk else 0
     if topk and not rank:
         raise hf.refused("dspark_draft_topk", "needs a Markov head, which markov_rank gives")
-    dflash = DFlash(block_size, mask, state_ids, has_anchor, rank, vocab_size, topk or 0)
+    dflash = DFlash(block_size, mask, state_ids, has_anchor, rank, vocab_size, topk)
     return dflash, config
 
 
 def state_ids_of(hf: Section, is_speculators: bool, options: Section, L: int) -> tuple[int, ...]:
     """The states of a target of L layers that the draft reads: speculators' layout names them by
-    the layers that they enter, the others by those that they leave. Neither has state L: the last
-    layer's output that transformers gives is normed."""
+    the layers that they enter, the others by those that they leave. Neither may name state L,
+    because transformers gives the last layer's output normed."""
     if hf.get(STATES_KEY):
         return read_state_ids(hf, STATES_KEY, L)
     if is_speculators:

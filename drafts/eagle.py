@@ -1,8 +1,8 @@
 """EAGLE-3 (arXiv:2503.01840): one layer drafts from the target's hidden states before each token.
 
-A token is paired with a state of the position before it (hidden_states.PairModel). Of a decided
-token it is made of several of the target's states by `fuse`; of a drafted token it is the draft's
-own from the pass before. Attention reads token and state side by side, so the inputs of its product
+A token is paired with a state of the position before it (hidden_states.PairModel). For a decided
+token `fuse` makes it from several of the target's states; for a drafted token it is the draft's own
+from the pass before. Attention reads token and state side by side, so the inputs of its product
 for queries, keys and values are twice as wide, and the state alone is the residual stream.
 
     EagleModel      pairs (token, state before it) -> logits at the target's ids; its drafter is a
@@ -34,7 +34,7 @@ from loading.config import Section
 from model import Caches, Config, Linear, RMSNorm
 
 # Other programs' keys of config.json that name the target's layers.
-OUTER_KEYS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+LAYER_ID_KEYS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 OPEN_SWITCHES = ("norm_before_residual", "norm_output")  # no tensor tells how they were trained
 
@@ -46,7 +46,7 @@ class Eagle(NamedTuple):
     target_dim: int
     norm_before_residual: bool  # the residual stream begins with the normed state
     norm_before_fc: bool  # one norm over all inputs of `fc`
-    fc_norm: bool  # a norm for every state in it
+    fc_norm: bool  # one norm for each state that enters `fc`
     norm_output: bool  # a drafted token's state is normed, as the head's input is
     assumption: str = ""  # how config.json was read where it leaves `state_ids` open
 
@@ -92,17 +92,14 @@ class EagleModel(PairModel):
         caches: Caches,
         state: Tensor,
     ) -> Tensor:
-        """tokens and pos (B, T), the state (B, T, D) before each token -> the block's output (B, T,
-        D), not normed."""
         layer = self.layers[0]
         embedded = layer.attention_norm(self.embedded(tokens))
         normed = layer.hidden_norm(state)
         inputs = torch.cat((embedded, normed), dim=-1)  # (B, T, 2D)
         visible = self.visible_by_window(pos, caches, inputs.dtype)[self.windows[0]]
+        rope = self.rope(pos, caches.max_seq_length)
         x = normed if self.eagle.norm_before_residual else state
-        x = x + layer.attention(
-            inputs, pos, self.rope(pos, caches.max_seq_length), visible, caches.layers[0]
-        )
+        x = x + layer.attention(inputs, pos, rope, visible, caches.layers[0])
         return x + layer.ffn(layer.ffn_norm(x))
 
     def fill(self, checkpoint: Checkpoint, target: Config) -> None:
@@ -123,22 +120,23 @@ class EagleSource(HiddenStateSource):
         hf = self.origin.hf
         self.eagle = eagle_of(hf, config)
         layer = Section(self.eagle.layer)
-        self.layer = layer_config(layer, Section(hf))
+        self.config = layer_config(layer, Section(hf))
         if not {"embed_tokens.weight", "lm_head.weight"} <= self.origin.tensors.keys():
-            check_target(layer, {"hidden_size": config.dim})  # which lends what is missing
+            check_target(layer, {"hidden_size": config.dim})  # it lends what the folder lacks
 
     def choices(self) -> dict[str, list]:
         L = self.target_config.n_layers
-        state_ids = neighbours(self.eagle.state_ids, L)
+        readings = neighbours(self.eagle.state_ids, L)
         default = default_state_ids(L)
-        if L >= 3 and len(default) == len(state_ids[0]) and default not in state_ids:
-            state_ids.append(default)
+        num_states = len(self.eagle.state_ids)  # that `fc` reads
+        if L >= 3 and len(default) == num_states and default not in readings:
+            readings.append(default)
         settings = settings_of(self.origin.hf)
-        silent = [key for key in OPEN_SWITCHES if settings.get(key) is None]
-        return {STATES_KEY: state_ids, **{key: [False, True] for key in silent}}
+        unset_keys = [key for key in OPEN_SWITCHES if settings.get(key) is None]
+        return {STATES_KEY: readings, **{key: [False, True] for key in unset_keys}}
 
     def new_model(self) -> EagleModel:
-        return EagleModel(self.layer, self.eagle, has_embed=True)
+        return EagleModel(self.config, self.eagle, has_embed=True)
 
 
 def eagle_of(hf: dict, target: Config) -> Eagle:
@@ -146,7 +144,7 @@ def eagle_of(hf: dict, target: Config) -> Eagle:
     value."""
     hf = Section(hf)
     layer = inner_section(hf, "transformer_layer_config") or Section(hf)
-    layer["tie_word_embeddings"] = False  # the draft's head is stored
+    layer["tie_word_embeddings"] = False  # the head is the folder's own, or the target's
     layer["model_type"] = layer.get("model_type") or "llama"
     if layer["model_type"] not in ("llama", "qwen3"):
         raise layer.refused(
@@ -160,8 +158,8 @@ def eagle_of(hf: dict, target: Config) -> Eagle:
     if settings.get("use_aux_hidden_state") is False:
         raise settings.refused("use_aux_hidden_state", "is not supported; only true is")
     state_ids, assumption = state_ids_of(settings, target)
-    switches = [settings.flag(key) for key in SWITCHES]
-    return Eagle(dict(layer), vocab_size, state_ids, target.dim, *switches, assumption)
+    switches = {key: settings.flag(key) for key in SWITCHES}
+    return Eagle(dict(layer), vocab_size, state_ids, target.dim, **switches, assumption=assumption)
 
 
 def settings_of(hf: dict) -> Section:
@@ -189,10 +187,10 @@ def state_ids_of(settings: Section, target: Config) -> tuple[tuple[int, ...], st
         return read_state_ids(settings, STATES_KEY, L), ""
     if settings.get("target_layer_ids"):
         return read_state_ids(settings, "target_layer_ids", L, are_outputs=True), ""
-    key = next((key for key in OUTER_KEYS if settings.get(key)), STATES_KEY)
-    if key == STATES_KEY and L >= 3:
+    key = next((key for key in LAYER_ID_KEYS if settings.get(key)), None)
+    if key is None and L >= 3:
         return tuple(default_state_ids(L)), "its config.json names no layers of the target"
-    state_ids = read_state_ids(settings, key, L)
+    state_ids = read_state_ids(settings, key or STATES_KEY, L)  # UserError without any key
     if state_ids[0] != 1:
         return state_ids, ""
     assumption = f"{key} = {settings[key]} begins with 1"

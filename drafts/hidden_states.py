@@ -37,8 +37,9 @@ TRY_VARIANTS = (
 
 
 class AuxHiddenStates(nn.Module):
-    """One state of the target, (B, S, D) at fixed addresses, written like its caches: the next pass
-    overwrites everything beyond the last decided token."""
+    """One state of the target at all positions, (B, S, D) at fixed addresses. A pass may leave
+    values after the last decided token, as in the target's caches; they are overwritten before a
+    draft depends on them."""
 
     def __init__(self, B: int, S: int, like: Tensor):
         """For B rows of S positions; `like` (D,) has their dtype and device."""
@@ -69,11 +70,11 @@ class AuxHiddenStates(nn.Module):
 
 
 class HiddenStateModel(Transformer):
-    """A draft model whose `fuse` makes one state of the target's states `state_ids`. Embedding and
-    head are None where they are the target's.
+    """A draft model that reads the target's states `state_ids`, of which `fuse` makes one. Where
+    its embedding or its head is None, `borrow` takes the target's.
 
-    `vocab_size`: of the draft's head, whose tokens may be few of the target's. `ids` (V,): of each
-    of the target's ids the draft's, -1 for none; None where they are the same.
+    `vocab_size`: of the draft's head, which may have only some of the target's tokens. `ids` (V,):
+    the draft's id for each id of the target's, -1 for none; None where they are the same.
     """
 
     state_ids: tuple[int, ...]
@@ -101,7 +102,7 @@ class HiddenStateModel(Transformer):
 
     def drop_unstored(self, checkpoint: Checkpoint, V: int) -> None:
         """Leave the embedding and the head to a target of V tokens where the folder stores none, as
-        vLLM and SGLang do. UserError for a head of fewer tokens, which no target has."""
+        vLLM and SGLang do. UserError where a head of other than V tokens is not stored."""
         if "embed_tokens.weight" not in checkpoint.tensors:
             self.embed = None
         if self.lm_head is None or "lm_head.weight" in checkpoint.tensors:
@@ -132,7 +133,7 @@ class HiddenStateModel(Transformer):
     def stored_parts(self) -> Iterator[tuple[str, Tensor]]:
         """(a tensor's name in a folder, the part of a parameter that it fills)."""
         for name, parameter in self.named_parameters():
-            if not {*self.OWN}.isdisjoint(name.split(".")):
+            if any(module in self.OWN for module in name.split(".")):
                 yield name, parameter
                 continue
             for source, part in pieces(self.config, name, parameter):
@@ -150,7 +151,7 @@ class HiddenStateModel(Transformer):
         maps = {}
         if self.lm_head is not None:
             n = self.lm_head.out_features
-            # d2t: the target's id less the draft's, by draft id. t2d follows from it.
+            # d2t[i] is the target's id of the draft's token i, less i. t2d adds nothing to it.
             if "d2t" in tensors or n != V:
                 maps["d2t"] = ((n,), ("I64", "I32"))
             if "t2d" in tensors:
@@ -196,7 +197,7 @@ class PairModel(HiddenStateModel):
     distances and stay the same. Position 0 has no pair and is masked.
     """
 
-    # Is a drafted token paired with the normed state, as the head's input is?
+    # Is a drafted token paired with the draft's state after its last norm, which the head reads?
     recycles_normed: bool
 
     def visible_by_window(
@@ -206,10 +207,12 @@ class PairModel(HiddenStateModel):
         dtype: torch.dtype,
     ) -> dict:
         """As in any model, but position 0, which has no pair, is never visible."""
-        key_pos = torch.where(caches.key_pos == 0, 2**30, caches.key_pos)  # behind all queries
+        # Position 0 gets a number after all queries, which masks it. The mask of gathered keys is
+        # made from their index and not from key_pos, so it is masked there again.
+        key_pos = torch.where(caches.key_pos == 0, 2**30, caches.key_pos)
         visible = super().visible_by_window(pos, caches._replace(key_pos=key_pos), dtype)
         for window, keys in visible.items():
-            if keys.index is not None:  # gathered, whatever key_pos says
+            if keys.index is not None:
                 is_first = (keys.index == 0)[:, None, None]  # (B, 1, 1, S)
                 mask = keys.mask.masked_fill(is_first, -math.inf)
                 visible[window] = keys._replace(mask=mask)
@@ -276,9 +279,9 @@ class PairDraft(HiddenStateDraft):
 
 
 class HiddenStateSource(DraftSource):
-    """A published folder of such a draft. A subclass reads its config.json; its new_model() is the
-    model that `load` fills, and its choices() are the values of keys of config.json that the
-    weights may have been trained with, of each key first the one that is read."""
+    """A published folder of such a draft. In a subclass, `check` reads config.json, `new_model`
+    makes the model that `load` fills, and `choices` gives, for each key of config.json that may be
+    wrong or missing, the values to try, beginning with the one in use."""
 
     draft_class: type[HiddenStateDraft]
 
@@ -288,7 +291,7 @@ class HiddenStateSource(DraftSource):
         for values in itertools.product(*choices.values()):
             keys = dict(zip(choices, values))
             source = type(self)(self.origin.with_keys(keys), self.target_config, self.options)
-            variants.append((json.dumps(keys)[1:-1], source))
+            variants.append((json.dumps(keys)[1:-1], source))  # without the braces
         return variants
 
     def __init__(self, origin, config: Config, options: LoadOptions):

@@ -1,4 +1,5 @@
-"""Two drafters as one: the requests of a memory take in each step the draft that promises more.
+"""Two drafters as one: in each step the requests that share a memory (decoding/memory.py) take the
+draft that promises more.
 
 The first (suffix, ngram) copies what the text or an earlier answer went on with. Its draft exists
 before the step and costs nothing, and it knows how probable it is that 1, 2, … of its tokens are
@@ -8,12 +9,11 @@ its earlier rounds.
 The choice is made before each step, from decided tokens alone. With a fixed K the first drafts if
 it promises at least the tokens that the second's acceptance so far predicts. With "auto" both are
 rated at their best K, in tokens for the cost of a plain step. Between two copies the first promises
-nothing, and a round of the model would notice the next copy late. So the first also keeps a step
-while the memory's latest steps without the model gave more tokens for their cost
-(decoding.draft_length.Gains) than the second promises. Where neither pays, DraftLength makes plain
-steps, and tries the second again after a while. As in ArcticInference
-(github.com/snowflakedb/ArcticInference, vllm/model_runner.py), no drafted token takes part in the
-choice, so it does not change the distribution of the text.
+nothing, but a round of the model could delay the next copy. So the first also takes the step while
+the memory's running gain without the model (decoding.draft_length.Gains) is at least what the
+second promises. Where neither pays, DraftLength makes plain steps, and tries the second again after
+a while. As in ArcticInference (github.com/snowflakedb/ArcticInference, vllm/model_runner.py), no
+drafted token takes part in the choice, so it does not change the distribution of the text.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from model import Transformer
 
 
 class Choice:
-    """Do the requests of a memory take the first draft in this step? `memory.of(Choice)` is its."""
+    """Do the requests of a memory take the first draft in this step? It is `memory.of(Choice)`."""
 
     def __init__(self):
         self.takes_first = False
@@ -43,13 +43,13 @@ class HybridDraft(Drafter):
         self.second = second
         self.auto_k = first.auto_k
         self.max_k = min(first.max_k, second.max_k)
-        self.max_positions = second.max_positions
+        self.max_positions = second.max_positions  # of its cache; the first drafts beyond
         self.min_acceptance = second.min_acceptance
         self.causes = second.causes
 
     @property
     def num_first_inputs(self) -> int:
-        return self.second.num_first_inputs
+        return self.second.num_first_inputs  # which its `setup` may change
 
     def setup(self, *args) -> None:
         self.first.setup(*args)
@@ -64,36 +64,40 @@ class HybridDraft(Drafter):
 
     def expect(self, requests: Sequence, unread: int) -> list[list[float] | None]:
         memory = requests[0].memory
-        of_first = self.first.expect(requests, unread)
-        of_second = self.second.expect(requests, unread)
-        takes_first = self.prefers_first(of_first, of_second, memory)
+        first_expected = self.first.expect(requests, unread)
+        second_expected = self.second.expect(requests, unread)
+        takes_first = self.prefers_first(first_expected, second_expected, memory)
         memory.of(Choice).takes_first = takes_first
-        return of_first if takes_first else of_second
+        return first_expected if takes_first else second_expected
 
-    def prefers_first(self, of_first: Sequence, of_second: Sequence, memory: Memory) -> bool:
-        """Does the first promise more, by what `expect` says of both?"""
-        num_rows = of_second.count(None)  # those that the second can draft for
+    def prefers_first(
+        self, first_expected: Sequence, second_expected: Sequence, memory: Memory
+    ) -> bool:
+        """Does the first draft in this step? The module's docstring has the rule."""
+        num_rows = second_expected.count(None)  # None: the second can draft for this row
         draft_length = memory.draft_length
         if draft_length.fixed is not None:
-            promised = sum(sum(row[: draft_length.fixed]) for row in of_first)
+            promised = sum(sum(row[: draft_length.fixed]) for row in first_expected)
             predicted = expected_tokens(draft_length.alpha, draft_length.fixed) - 1
             return promised >= num_rows * predicted
         if num_rows == 0:
             return True
-        k, first_rate = draft_length.best_for(of_first)
-        # Rounds of the first had to gain MIN_GAIN more than a plain step (`best_for`).
+        k, first_rate = draft_length.best_for(first_expected)
+        # `best_for` divides the rate of a round by MIN_GAIN, so the second's is divided too.
         second_rate = draft_length.best()[1] / MIN_GAIN
         if k == 0 and second_rate < 1:
             return False  # neither pays
         return max(first_rate, memory.of(Gains).rate) >= second_rate
 
     def propose(self, batch: nn.Module, plan) -> Draft:
-        first_rows = [r for r, request in plan.requests if request.memory.of(Choice).takes_first]
+        first_rows = [
+            row for row, request in plan.requests if request.memory.of(Choice).takes_first
+        ]
         if first_rows and len(first_rows) == len(plan.requests):
             return self.first.propose(batch, plan)
-        # `draft.q` below is a view of these fixed tensors, into which an earlier step may have
-        # written ids of the first's that the second does not have.
-        self.second.probs[..., self.second.vocab :] = 0.0
+        # The second overwrites probabilities of its own ids alone. Others may be left over from
+        # rows of the first, which an earlier step copied into the second's fixed tensors below.
+        self.second.probs[..., self.second.vocab_size :] = 0.0
         draft = self.second.propose(batch, plan)
         if first_rows or not plan.requests:  # without requests both are compiled and measured
             first = self.first.propose(batch, plan)

@@ -37,8 +37,8 @@ from loading.families import FAMILIES
 from loading.weight_names import pieces
 from model import Caches, Config, Linear, RMSNorm, Transformer
 
-HEAD_MODULES = ("enorm", "hnorm", "eh_proj", "norm")  # the modules beside the layer
-COPIES = ("embed_tokens.weight", "head.weight")  # how copies of the target's are called
+HEAD_MODULES = ("enorm", "hnorm", "eh_proj", "norm")  # what a head has besides its layer
+COPIES = ("embed_tokens.weight", "head.weight")  # ends of the names of copies of the target's
 # Keys of config.json that declare heads, in transformers' two spellings and MiniMax's.
 COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
 SWITCHES = ("state_first", "reads_normed", "recycles_normed")  # of Mtp
@@ -50,7 +50,7 @@ class Mtp(NamedTuple):
     """A family's MTP head; the defaults are those of most."""
 
     prefix: str = "model.layers.{}."  # of its tensors; {}: the number of the target's layers
-    # Of HEAD_MODULES. Where the last one is missing, the target's norm takes its place.
+    # The stored names of HEAD_MODULES. Without the last one the target's norm takes its place.
     names: tuple[str, ...] = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
     layer: str = ""  # between `prefix` and the names of the decoder layer's tensors
     state_first: bool = False  # does eh_proj read the state before the embedding?
@@ -163,18 +163,19 @@ class MtpModel(PairModel):
         prefix = self.mtp.prefix.format(self.n_layers)
         names = dict(zip(HEAD_MODULES, self.mtp.names))
         for name, parameter in self.named_parameters():
-            module, _, part = name.rpartition(".")
+            module, _, suffix = name.rpartition(".")
             if module in names:
-                yield f"{prefix}{names[module]}.{part}", parameter
+                yield f"{prefix}{names[module]}.{suffix}", parameter
                 continue
-            for source, rows in pieces(self.config, name, parameter):
-                yield source.replace("model.layers.0.", prefix + self.mtp.layer), rows
+            for source, part in pieces(self.config, name, parameter):
+                yield source.replace("model.layers.0.", prefix + self.mtp.layer), part
 
     def fill(self, checkpoint: Checkpoint, target: Config) -> None:
         """Copy the head's tensors, which stand among those of a target of this Config, into the
         model. UserError names those that do not fit."""
         parts = dict(self.stored_parts())
-        unused = FAMILIES[target.family].unused  # by the target
+        # What the target leaves unused belongs to the head. Unknown tensors there are refused.
+        unused = FAMILIES[target.family].unused
         prefixes = tuple(prefix.format(n_layers=target.n_layers) for prefix in unused)
         tensors = {
             name: stored
@@ -259,6 +260,7 @@ def head_config(hf: Section, config: Config, mtp: Mtp) -> Config:
     rope_type = family.full_rope_type
     if entry("mtp_layer_types", mtp.layer_type, LAYER_TYPES) == "sliding_attention":
         key = "mtp_sliding_windows"
+        # A Section checks the value as a size; without it the window is that of the other layers.
         window = Section({key: entry(key, None)}).count(key) or hf.size("sliding_window")
         rope_type = family.sliding_rope_type
     mlp_type = entry("mtp_mlp_layer_types", mtp.mlp_type, MLP_TYPES)

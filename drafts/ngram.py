@@ -13,13 +13,13 @@ class NgramDraft(SuffixDraft):
     auto_k = Drafter.auto_k
 
     def __init__(self, n: int = 3):
-        super().__init__(pool_tokens=0)
+        super().__init__(pool_tokens=0)  # it reads no earlier answers
         self.n = n
         self.grams = (n,)
 
     def best_continuation(self, text: IndexedText, request: Request) -> list[DraftToken]:
         ends = text.ends.get(tuple(text.ids[-self.n :]), [])
-        if len(ends) < 2:  # the last one is the text's own
+        if len(ends) < 2:  # the last of them is the end of the text itself
             return []
         begin = ends[-2] + 1
         period = len(text.ids) - begin

@@ -32,6 +32,7 @@ class PardDraft(ParallelDraft):
         K: int,
     ) -> None:
         n = self.num_first_inputs + K - 1
+        # Tokens after batch.pos are scratch, and masks take their places.
         tokens, pos = self.inputs_up_to(batch, batch.pos + K - 1, n)  # (B, n) each
         is_mask = torch.arange(n, device=pos.device) >= self.num_first_inputs  # (n,)
         tokens = torch.where(is_mask, self.mask, tokens)
@@ -51,7 +52,7 @@ class PardSource(DraftSource):
 
     def check(self, config: Config) -> None:
         self.mask = pard_token(self.origin.hf)
-        load_config(self.origin)
+        load_config(self.origin)  # UserError for a model that cannot run
 
     def load(self, target: Transformer, tokenizer: Tokenizer) -> PardDraft:
         model = load_translated(self.origin, target, tokenizer, self.options, self.mask)

@@ -9,7 +9,7 @@
 
 hidden_states.py numbers the states. Published files count in two ways. Some name the layers whose
 inputs they read, counted from 0: these numbers are the states'. Others name the layers whose
-outputs they read, counted from 0, which is one less.
+outputs they read, counted from 0: these are one less than the states'.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ from loading.files import check_headers
 from loading.models import FLOAT_TYPES
 from model import Config
 
-NEOX_KEYS = ("is_neox_style", "rope_is_neox_style")  # false: RoPE's pairs are neighbours
+NEOX_KEYS = ("is_neox_style", "rope_is_neox_style")  # false: RoPE's pairs are interleaved
 # The key of config.json that names states by their numbers here. It is our own, and goes before the
 # keys of other programs, which count inputs in one file and outputs in the next.
 STATES_KEY = "target_hidden_states"
@@ -33,14 +33,14 @@ STATES_KEY = "target_hidden_states"
 def layer_config(layer: Section, outer: Section) -> Config:
     """The Config of a draft's layers, whose settings may stand inside `outer`. `is_neox_style`
     false, a key of vLLM and SGLang, is interleaved RoPE."""
-    is_neox = [
+    neox_flags = [
         section.flag(key)
         for section in (layer, outer)
         for key in NEOX_KEYS
         if section.get(key) is not None
     ]
     config = config_from_hf({key: value for key, value in layer.items() if key not in NEOX_KEYS})
-    return replace(config, rope_interleaved=not all(is_neox))
+    return replace(config, rope_interleaved=not all(neox_flags))
 
 
 def inner_section(outer: Section, key: str) -> Section:
@@ -54,7 +54,7 @@ def inner_section(outer: Section, key: str) -> Section:
 
 
 def check_target(section: Section, sizes: dict[str, int]) -> None:
-    """UserError for a draft whose sizes are of another target than the one of these sizes."""
+    """UserError for a draft whose config.json states other sizes of its target than these."""
     for key, size in sizes.items():
         if section.size(key, size) != size:
             raise section.refused(key, f"is of another target: this one has {size}")
@@ -67,11 +67,12 @@ def read_state_ids(
     layers that they enter, or by those that they leave if `are_outputs`. UserError for another
     list."""
     ids = section.get(key)
-    highest = last_state - are_outputs
+    offset = 1 if are_outputs else 0  # layer i, counted from 0, outputs state i + 1
+    highest = last_state - offset
     is_list = isinstance(ids, list) and len(ids) > 0
     if not is_list or not all(type(i) is int and 0 <= i <= highest for i in ids):
         raise section.refused(key, f"must be layers of the target, 0 to {highest}")
-    return tuple(i + are_outputs for i in ids)
+    return tuple(i + offset for i in ids)
 
 
 def neighbours(state_ids: tuple[int, ...], L: int) -> list[list[int]]:
@@ -107,8 +108,8 @@ def fill_parts(
     maps: dict[str, tuple] | None = None,
 ) -> None:
     """Copy the stored tensors of a folder into the parts of these names. UserError lists those
-    that do not fit. `maps`: shape and types of further tensors."""
+    that do not fit. `maps`: shape and types of further tensors, which are not copied."""
     expected = {name: (tuple(part.shape), FLOAT_TYPES) for name, part in parts.items()}
-    check_headers(path, expected | (maps or {}), tensors, False)
+    check_headers(path, expected | (maps or {}), tensors, tied=False)
     for name, part in parts.items():
         part.copy_(tensors[name][...])

@@ -1,14 +1,14 @@
 """A draft folder or a spec of --draft -> Drafter, for a given target.
 
-    load_drafter    the public door
+    load_drafter    the public entry point
     load_models     a target and its drafter, packed for their kernels
-    find_draft      what LLM's `draft` names
-    draft_source    the same, or DraftOptions, as a drafts.base.DraftSource
+    find_draft      what LLM's `draft` names: DraftOptions, or a drafter as it is
+    draft_source    the drafts.base.DraftSource of either
     check_draft     a folder or a spec as a DraftSource
     SOURCES         the class of each kind of folder and spec
 
-Each draft is first a DraftSource: to make one refuses what can be refused before weights are read,
-and its `load` makes the Drafter. A config.json is so parsed once. This file does not know how a
+Each draft is first a DraftSource. Making one refuses what can be refused before weights are read,
+and its `load` makes the Drafter, so each config.json is parsed once. This file does not know how a
 drafter drafts. It imports a drafter's file when a draft of its kind is asked for, so a fork may
 delete the files of drafters that it does not need.
 """
@@ -39,8 +39,8 @@ from model import Config, Transformer
 from tp import ALONE, Ranks, ranks_of
 from weights.walker import pack_model
 
-# Kind -> its DraftSource. A kind of folder also has a key in
-# loading/draft_types.py, and a spec an entry in loading.options.SPECS, which --help lists.
+# Kind -> its DraftSource. A kind of folder is also one of DRAFT_TYPES in loading/draft_types.py,
+# and a spec has an entry in loading.options.SPECS, which --help lists.
 SOURCES = {
     "model": "drafts.translated.ModelSource",
     "pard": "drafts.pard.PardSource",
@@ -106,7 +106,7 @@ def load_models(
 
 
 def find_draft(draft) -> object:
-    """What load_models takes for a folder, a name on the hub, a spec, or a drafter of one's own."""
+    """DraftOptions for a folder, a name on the hub or a spec; a drafter of one's own as it is."""
     if draft is None:
         return DraftOptions()
     if not isinstance(draft, str | os.PathLike):
@@ -114,7 +114,7 @@ def find_draft(draft) -> object:
             raise UserError(f"draft = {draft!r:.99} must be a folder, a spec or a drafter")
         return draft
     spec, folder = split_folder(draft) if isinstance(draft, str) else (None, os.fspath(draft))
-    if folder is None:
+    if folder is None:  # `spec` is all of the text: a folder, a name on the hub, or a spec
         folder = checkpoint_path(spec)
         if folder == spec and not is_folder(spec):
             return DraftOptions(spec=spec)
@@ -123,8 +123,8 @@ def find_draft(draft) -> object:
 
 
 def draft_source(draft: object, target: Target, progress: bool = False) -> DraftSource:
-    """The source of what load_models takes, for a target that is opened. Where DraftOptions name
-    no draft it loads None."""
+    """The source of DraftOptions, or of a drafter as it is, for a target that is opened. Without a
+    draft, its `load` gives None."""
     if not isinstance(draft, DraftOptions):
         return ReadyDrafter(draft)
     model = target.options
@@ -171,7 +171,7 @@ def check_draft(
 
 def is_folder(folder_or_spec: str | Path | Checkpoint) -> bool:
     """Is this a folder rather than a spec? The name of a spec always means the spec, even if a
-    folder of that name exists; what begins like a path never does."""
+    folder of that name exists; text that begins like a path always means a folder."""
     if not isinstance(folder_or_spec, str):
         return True
     kind = folder_or_spec.partition(":")[0]
@@ -215,5 +215,5 @@ class HeadSource(FolderSource):
 
 def pack_with(model: Transformer, *drafters: Drafter | None) -> None:
     """Pack a target and its drafts for their kernels."""
-    models = [getattr(drafter, "model", None) for drafter in drafters]
-    pack_model(model, *[model for model in models if isinstance(model, Transformer)])
+    draft_models = [getattr(drafter, "model", None) for drafter in drafters]
+    pack_model(model, *[draft for draft in draft_models if isinstance(draft, Transformer)])

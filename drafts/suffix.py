@@ -7,8 +7,8 @@ requests.
                     acceptance;  SuffixSource  its spec
 
 The index is a set of dicts on the host, and the host also chooses K. A look-up takes 50 to 100 us
-whatever the pool's size, and needs only tokens that the host receives anyway. A request's first one
-also indexes its prompt, at 2 to 10 us a token: 0.2 to 1.3 s for 131,072 of them. On a GPU tokens
+whatever the pool's size, and needs only tokens that the host receives anyway. A request's first
+look-up also indexes its prompt, at 2 to 10 us a token: 0.2 to 1.3 s for 131,072. On a GPU tokens
 arrive a few steps late, so a draft is used only if it agrees with the tokens decided in the
 meantime. This file knows token ids alone.
 """
@@ -28,7 +28,7 @@ from model import Config, Transformer
 
 GRAMS = (6, 3, 1)  # lengths of the indexed n-grams; a look-up takes the longest that occurred
 MAX_OCCURRENCES = 32  # of an n-gram; a look-up visits the latest
-MIN_SHARE = 0.1  # a draft ends where the product of its shares falls below
+MIN_SHARE = 0.1  # a draft ends before the product of its shares falls below this
 FACTOR = 2  # a draft has at most FACTOR * match length tokens
 POOL_TOKENS = 1 << 17  # tokens of earlier answers, some 400 bytes each
 END = -1  # behind each text of the pool, and behind a draft
@@ -43,7 +43,7 @@ class DraftToken(NamedTuple):
 
     @property
     def length_bits(self) -> int:
-        """The index of what is known of drafts behind matches of about this length."""
+        """The index in Acceptance: 1 for a match of one token, 2 for two or three, and so on."""
         return self.match_length.bit_length()
 
 
@@ -54,7 +54,7 @@ class IndexedText:
         self.grams = grams
         self.ids: list[int] = []
         self.ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        # Of a request's text: the draft that `expect` made last, maybe before its newest tokens.
+        # The draft that `SuffixDraft.expect` made last; it continues `ids`. Unused in the pool.
         self.draft_tokens: list[DraftToken] = []
 
     def extend(self, ids: Sequence[int]) -> None:
@@ -66,9 +66,10 @@ class IndexedText:
                     self.ends[tuple(self.ids[-n:])].append(end)
 
     def longest_matches(self, context: Sequence[int]) -> tuple[int, list[int]]:
-        """Of the latest occurrences of the longest indexed n-gram that `context` ends with, those
-        that match the most tokens backwards: how many, and the positions after them, the latest
-        first. An occurrence at the text's end is left out, because nothing follows it."""
+        """(length, positions): how many tokens of the end of `context` the longest matches have,
+        and the positions after these matches, the latest first. Compared are the latest occurrences
+        of the longest indexed n-gram that `context` ends with, without one at the text's end, which
+        nothing follows."""
         ends = []
         for n in self.grams:
             latest = self.ends.get(tuple(context[-n:]), [])[-MAX_OCCURRENCES:][::-1]
@@ -91,30 +92,31 @@ class IndexedText:
     ) -> list[DraftToken]:
         """The tokens that most often followed the longest suffix of `context`, of at most `depth`
         tokens. A continuation that reaches the end of the text repeats."""
-        longest, ahead = self.longest_matches(context[-depth:])
+        longest, positions = self.longest_matches(context[-depth:])
         num_ids = len(self.ids)
         product = 1.0
         draft_tokens = []
-        for length in range(longest, longest + min(FACTOR * longest, max_length)):
-            counts = Counter(self.ids[position] for position in ahead)
-            token, count = counts.most_common(1)[0]  # the latest of several
-            share = count / len(ahead)
+        for i in range(min(FACTOR * longest, max_length)):
+            counts = Counter(self.ids[position] for position in positions)
+            token, count = counts.most_common(1)[0]  # of equally frequent ones the latest
+            share = count / len(positions)
             product *= share
             if token == END or product < MIN_SHARE:
                 break
-            draft_tokens.append(DraftToken(token, share, length))
-            ahead = [position + 1 for position in ahead if self.ids[position] == token]
-            # For this loop alone: a continuation that reaches the text's end then repeats.
+            draft_tokens.append(DraftToken(token, share, longest + i))
+            positions = [position + 1 for position in positions if self.ids[position] == token]
+            # Until the loop ends, the draft counts as text that a continuation may run into.
             self.ids.append(token)
         del self.ids[num_ids:]
         return draft_tokens
 
 
 class Acceptance:
-    """Running sums by the bits of the match's length: accepted tokens, and shares of drafted ones.
-    They start with four tokens at 0.25 behind a match of one token, 0.63 behind two or three, 0.81
-    behind four to seven, near what texts of SmolLM2 showed. A match has at least one token, so the
-    first number is unused."""
+    """Turns a token's share into a probability, share * accepted / shares. These are running sums
+    by length_bits: of accepted tokens, and of the shares of drafted ones. They start with four
+    tokens at 0.25 behind a match of one token, 0.63 behind two or three, 0.81 behind four to seven,
+    near what texts of SmolLM2 showed. A match has at least one token, so the first number is
+    unused."""
 
     def __init__(self):
         self.accepted = [4 * (1 - 1.5 / 2**bits) for bits in range(32)]
@@ -125,7 +127,7 @@ class Acceptance:
         self.accepted[bits] = self.accepted[bits] * DECAY + is_accepted
         self.shares[bits] = self.shares[bits] * DECAY + drafted.share
 
-    def of(self, draft_tokens: Sequence[DraftToken]) -> list[float]:
+    def probabilities(self, draft_tokens: Sequence[DraftToken]) -> list[float]:
         """For each token the probability that it and all before it are accepted."""
         product = 1.0
         products = []
@@ -158,9 +160,9 @@ class SuffixDraft(Drafter):
         self.texts = {}
         B, k_max = self.tokens.shape
         device = self.tokens.device
-        # Of a draft: as many as a round takes after the tokens that the host has yet to read.
+        # Tokens of a draft: those of a round, after those that the host may have yet to read.
         self.max_length = readback.host_lag(device) * (k_max + 1) + k_max
-        # Of each row the last position that the host knew, the tokens drafted after it, and at
+        # A row holds the last position that the host knew, the tokens drafted after it, and at
         # least one END.
         draft_rows = torch.full((B, self.max_length + 2), END, device=device)
         self.register_buffer("draft_rows", draft_rows, persistent=False)
@@ -178,7 +180,9 @@ class SuffixDraft(Drafter):
             host_row = self.host_rows[request.slot.index]
             host_row.fill_(END)
             host_row[: len(row)] = torch.tensor(row)
-            expected.append(request.memory.of(Acceptance).of(text.draft_tokens)[unread:])
+            acceptance = request.memory.of(Acceptance)
+            # Steps in flight may decide the first `unread` of these tokens.
+            expected.append(acceptance.probabilities(text.draft_tokens)[unread:])
         return expected
 
     def best_continuation(self, text: IndexedText, request: Request) -> list[DraftToken]:
@@ -188,7 +192,8 @@ class SuffixDraft(Drafter):
         continuations = [
             source.continuation(text.ids, self.depth, self.max_length) for source in sources
         ]
-        return max(continuations, key=lambda tokens: sum(memory.of(Acceptance).of(tokens)))
+        acceptance = memory.of(Acceptance)
+        return max(continuations, key=lambda tokens: sum(acceptance.probabilities(tokens)))
 
     def read(self, request: Request) -> IndexedText:
         """The request's text with its newest tokens. These also update the acceptance of its
@@ -235,10 +240,10 @@ class SuffixDraft(Drafter):
         W = drafted.size(1)
         pos = batch.pos[:, None]  # (B, 1)
         ahead = torch.arange(W, device=pos.device)
-        position = begin + ahead  # (B, W)
-        last_position = batch.tokens.size(1) - 1
-        decided = batch.tokens.gather(1, position.clamp(max=last_position))
-        agrees = (decided == drafted) | (position > pos)
+        drafted_pos = begin + ahead  # (B, W)
+        last_pos = batch.tokens.size(1) - 1
+        decided = batch.tokens.gather(1, drafted_pos.clamp(max=last_pos))  # (B, W)
+        agrees = (decided == drafted) | (drafted_pos > pos)  # (B, W)
         may_draft = agrees.all(dim=1, keepdim=True) & ~batch.done[:, None]  # (B, 1)
         index = pos + 1 - begin + ahead[:k]  # (B, k)
         tokens = drafted.gather(1, index.clamp(0, W - 1))

@@ -48,26 +48,27 @@ class WindowedTarget(Transformer):
         self.__dict__.update(model.__dict__)
         self._modules = dict(model._modules)
         self.window = window
-        self.read_windows = [min(own or window, window) for own in self.windows]  # for reports
+        # For reports.
+        self.read_windows = [min(layer_window or window, window) for layer_window in self.windows]
 
     def visible_keys(
         self,
         pos: Tensor,
         key_pos: Tensor,
-        own: int | None,
+        layer_window: int | None,
         key_block: int,
     ) -> AttentionMask:
-        """Of the keys that a layer with a window of its `own` sees, the last ones and the first
+        """Of the keys that a layer with this window of its own sees, the last ones and the first
         NUM_SINKS, which precede the gathered ones."""
-        window = min(own or self.window, self.window)
+        window = min(layer_window or self.window, self.window)
         keys = visible_keys(pos, key_pos, window, key_block)
         if keys.index is None:
             is_first = key_pos.view(-1, 1, 1, key_pos.size(-1)) < NUM_SINKS  # (1 or B, 1, 1, S)
-            is_sink = is_first & attention_mask(pos, key_pos, own)
+            is_sink = is_first & attention_mask(pos, key_pos, layer_window)
             return keys._replace(mask=keys.mask | is_sink)
         sinks = torch.arange(NUM_SINKS, device=pos.device)
         is_last = attention_mask(pos, sinks, window)  # (B, 1, T, NUM_SINKS)
-        is_before = attention_mask(pos, sinks, own) & ~is_last
+        is_before = attention_mask(pos, sinks, layer_window) & ~is_last
         mask = torch.cat((is_before, keys.mask), dim=-1)
         index = torch.cat((sinks.expand(len(pos), -1), keys.index), dim=1)
         return AttentionMask(mask, index)

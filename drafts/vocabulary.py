@@ -74,9 +74,9 @@ def translate(
     of each target's token. The draft reads `unknown` for a token that it lacks, and `mask`, one of
     its own ids, for the id V."""
     ids = ids.to(model.norm.weight.device)
-    read = torch.where(ids < 0, unknown, ids)
+    input_ids = torch.where(ids < 0, unknown, ids)
     if mask is not None:
-        read = F.pad(read, (0, 1), value=mask)
-    model.embed = Translated(model.embed, read, True)
-    model.lm_head = Translated(model.lm_head, ids, False)
+        input_ids = F.pad(input_ids, (0, 1), value=mask)
+    model.embed = Translated(model.embed, input_ids, reads=True)
+    model.lm_head = Translated(model.lm_head, ids, reads=False)
     model.config = replace(model.config, vocab_size=len(ids))

@@ -41,8 +41,8 @@ __all__ = list(MODULES)
 
 
 def __getattr__(name: str):
-    """A name of __all__ at its first use (PEP 562): loading/hub.py, which flags need, then imports
-    no torch."""
+    """Import a name of __all__ at its first use (PEP 562), so that the flags, which import
+    loading/hub.py, do not import torch."""
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(MODULES[name]), name)

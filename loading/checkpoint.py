@@ -5,7 +5,7 @@
     load_config     Checkpoint or path -> Config
 
 All headers are checked before the first byte of a weight is copied. folder.py reads folders and
-gguf.py llama.cpp's files, models.py builds what is filled here, and saving.py writes folders.
+gguf.py llama.cpp's files, models.py builds and fills the model, and saving.py writes folders.
 """
 
 import hashlib
@@ -116,8 +116,8 @@ class Checkpoint:
 
     @cached_property
     def spare_tensors(self) -> dict[str, object]:
-        """Those of `text_tensors` that the folder's index does not name: they may be there without
-        being expected."""
+        """Those of `text_tensors` that the folder's index does not name: check_headers accepts
+        them, whether the model has them or not."""
         index = self.storage.index or self.tensors
         unnamed = {name: self.tensors[name] for name in self.tensors.keys() - index.keys()}
         return text_model_tensors(unnamed, family_of(self.hf), self.config.n_layers)
@@ -184,7 +184,8 @@ class Checkpoint:
             of our schemes holds are loaded as stored. Another program's format that none of our
             schemes represents exactly is requantized or held as plain weights, with a note on
             stderr.
-        `head_scheme`: a scheme for lm_head and a tied embedding, which otherwise stay as they are.
+        `head_scheme`: a scheme for lm_head and a tied embedding. None or "none" leaves them as
+            stored; "auto" takes the one that goes with `quantize`: int8 with int4, otherwise none.
         `tp`: the Ranks over which the model is sharded. This process reads and holds its shard
         alone.
         `progress`: show a bar on stderr, if that is a terminal.
@@ -212,8 +213,8 @@ class Checkpoint:
         with bar, error_prefix(self.path):
             model = load_weights(model, source.tensors, ranks, pack, bar.update)
         if ranks.rank == 0:
-            near, reason = source.nearest
             notes = [*source.notes, plain_note(source, schemes)]
+            near, reason = source.nearest
             is_requantized = any(
                 scheme and tensor.near
                 for name, scheme in schemes.items()
@@ -227,7 +228,7 @@ class Checkpoint:
 
     @property
     def layouts(self) -> Layouts:
-        """Those of its quantized matrices."""
+        """The Layouts of its quantized matrices: another program's, or ours."""
         return foreign_layouts(self.hf) or own_layouts(self.hf, self.config_file)
 
     @property
@@ -243,8 +244,7 @@ class Checkpoint:
     def fingerprints(self) -> dict[str, str]:
         """Hashes of config.json, of the tensors and of the adapter.
 
-        Sizes and dates of files do not count, because ranks compare the hashes of copies on several
-        machines.
+        Dates of files do not count, because ranks compare the hashes of copies on several machines.
         """
         hashes = {
             "its config.json": hashlib.sha256(json.dumps(self.hf).encode()).hexdigest(),
@@ -279,7 +279,8 @@ def read_config(file: Path) -> Config:
 def config_of(hf: dict, file: Path) -> Config:
     """The Config of a config.json. UserError begins with the path that the user gave."""
     try:
-        foreign_layouts(hf)  # for its UserErrors alone; config_from_hf refuses the key
+        foreign_layouts(hf)  # for its UserErrors alone
+        # None, because config_from_hf refuses the key with any settings.
         return config_from_hf({**hf, "quantization_config": None})
     except UserError as error:
         raise UserError(f"{file}: {str(error).removeprefix('config.json: ')}") from None

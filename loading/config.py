@@ -31,16 +31,16 @@ from model import Config
 # Keys that turn on norms of queries and keys. A family that always has these norms has them
 # whatever the keys say, as in transformers.
 QK_NORM_KEYS = ("use_qk_norm", "qk_layernorm")
-# Rope type -> the keys it reads. Another key beside them is refused.
+# Rope type -> the keys that it accepts, of which it may ignore some. Others are refused.
 ROPE_KEYS = {
     "default": "",
     "linear": "factor",
     "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
     "yarn": "factor original_max_position_embeddings beta_fast beta_slow truncate"
-    # transformers ignores the last two keys.
+    # transformers ignores finetuned and attn_factor.
     " attention_factor mscale mscale_all_dim finetuned attn_factor",
     "longrope": "factor original_max_position_embeddings short_factor long_factor attention_factor",
-    # Hunyuan's, which reads none of these, but alpha, a key of its families
+    # Hunyuan's, which ignores all of these; it reads alpha, of its families' rope_keys.
     "dynamic": "factor beta_fast beta_slow mscale mscale_all_dim",
 }
 MIN_NUMBER = 1e-30  # float32 holds this and its reciprocal
@@ -49,8 +49,8 @@ MAX_SIZE = 2**24  # of a dimension, vocabulary or context; real ones stay far be
 
 class Section(dict):
     """An object of config.json. `get` gives None for a key that is null or absent. A family's
-    defaults fill keys that are absent (`config_from_hf`) and numbers that are null
-    (`scalar_fields`); a window that is null stays none."""
+    defaults fill keys that are absent (`config_from_hf`); for a key that is null, its reader
+    decides."""
 
     prefix = ""  # stands before a key in messages: "rope_scaling."
 
@@ -97,8 +97,8 @@ class Section(dict):
         return values
 
     def agreed(self, key: str, other: "Section", other_key: str) -> object:
-        """The value of a setting that a file may hold in two places, under which it must be the
-        same."""
+        """The value of a setting that a file may hold in two places. UserError where both have
+        one, and the two differ."""
         value = self.get(key)
         other_value = other.get(other_key)
         if None not in (value, other_value) and value != other_value:
@@ -148,7 +148,7 @@ def scalar_fields(hf: Section, family: Family) -> dict:
     head_dim = hf.size("head_dim", dim // n_heads)
     if head_dim % 2:
         raise UserError(f"config.json: head_dim = {head_dim} is odd; RoPE rotates pairs")
-    # of keys that are null
+    # For keys that are null, or absent without a default of the family's.
     defaults = family.defaults | {"num_key_value_heads": n_heads, "head_dim": head_dim}
     fields = {}
     for key, field in FIELDS.items():
@@ -171,7 +171,7 @@ def text_part(hf: dict) -> dict:
     family = family_of(hf)
     if family is None or not family.text_models:
         return hf
-    # Qwen2.5-VL was published without this object.
+    # Qwen2.5-VL was published without text_config: its keys stand next to the wrapper's.
     text = hf.get("text_config", hf | {"model_type": f"{hf['model_type']}_text"})
     if not isinstance(text, dict) or text.get("model_type") not in family.text_models:
         supported = " or ".join(family.text_models)
@@ -192,7 +192,8 @@ def check_supported(hf: Section, family: Family, n_layers: int) -> None:
 
 
 def supported_values(family: Family, n_layers: int) -> dict[str, tuple]:
-    """Keys that the family does not read -> the values under which they change nothing."""
+    """Keys -> the values that are accepted besides null: those under which a key that the family
+    does not read changes nothing, and those of the family's `supported`."""
     supported = NEUTRAL | {
         "no_rope_layers": ([], [1] * n_layers),
         "moe_layer_end_index": (-1, n_layers - 1),
@@ -201,10 +202,10 @@ def supported_values(family: Family, n_layers: int) -> dict[str, tuple]:
         supported |= dict.fromkeys(QK_NORM_KEYS, (True, False))
     if family.fields.get("router_sigmoid"):
         supported["scoring_func"] = ("sigmoid", "noaux_tc")  # the latter is dots.llm1's name
-    read = {*family.defaults, family.has_qkv_bias, family.has_out_bias, family.has_ffn_bias}
+    read_keys = {*family.defaults, family.has_qkv_bias, family.has_out_bias, family.has_ffn_bias}
     if family.experts:
-        read.update(family.experts, SPARSE_KEYS)
-    return {key: supported[key] for key in supported if key not in read} | family.supported
+        read_keys.update(family.experts, SPARSE_KEYS)
+    return {key: supported[key] for key in supported if key not in read_keys} | family.supported
 
 
 def expert_fields(hf: Section, family: Family, n_layers: int) -> dict:
@@ -227,14 +228,14 @@ def expert_fields(hf: Section, family: Family, n_layers: int) -> dict:
 
 
 def read_experts(hf: Section, defaults: Mapping[str, object], n_layers: int) -> Section:
-    """The keys of experts that the family reads, under one name each."""
+    """The keys of experts that the family reads, by their names in EXPERT_FIELDS or LAYER_KEYS."""
     section = Section()
     for own_key, default in defaults.items():
         key = EXPERT_NAMES.get(own_key, own_key)
         for name in COUNT_NAMES.get(key, own_key).split():
             value = hf.get(name)
             if isinstance(value, list) and key not in LAYER_KEYS:
-                # Hunyuan's, one for each layer
+                # Hunyuan repeats a value for each layer; all must be equal.
                 value = hf.entries(name, n_layers, "layers", tuple(value[:1]))[0]
             # A count may stand under several names if the values agree.
             stored = Section({name: value})
@@ -360,13 +361,12 @@ def rope_fields(hf: Section, family: Family, head_dim: int, max_length: int) -> 
 
 
 def rope_object(hf: Section, family: Family) -> tuple[str, dict]:
-    """RoPE's object, which has one name in v4 and another in v5, or the family's default; and its
-    name."""
-    # An empty object of v5 scales nothing, and an empty one of v4 says nothing, as in transformers.
+    """(name, RoPE's object): rope_scaling in v4, rope_parameters in v5, or the family's default."""
+    # As in transformers, {} in v5 means no scaling, and {} in v4 is as good as absent.
     v5 = hf.get("rope_parameters")
     v4 = hf.get("rope_scaling") or None
     if v5 and v4:
-        hf.agreed("rope_parameters", hf, "rope_scaling")
+        hf.agreed("rope_parameters", hf, "rope_scaling")  # refuses two that differ
     name = "rope_parameters" if v5 or v4 is None else "rope_scaling"
     stored = hf.get(name)
     if stored is None:
@@ -395,11 +395,11 @@ def stored_rope(hf: Section, family: Family) -> tuple[Section, Section]:
 
 
 def read_rope_type(rope: Section, family: Family) -> str:
-    """The type of RoPE's object, one of ROPE_KEYS. UserError for a type that is not, and for a key
-    that says nothing for this type.
+    """The type of RoPE's object, one of ROPE_KEYS. UserError for another type, and for a key that
+    says nothing for this type.
 
-    v4 also calls the key `type`, and v5 writes the newer name of an alias beside it: `rope_type`
-    holds the newer name afterwards. An object with a theta alone scales nothing."""
+    The key is `type` in older files, and some have both, one with an alias ("su") of the other's
+    value. An object with a theta alone scales nothing."""
     for key in ("rope_type", "type"):
         rope[key] = family.rope_aliases.get(str(rope.get(key)), rope.get(key))
     rope_type = rope.agreed("rope_type", rope, "type")
@@ -411,10 +411,10 @@ def read_rope_type(rope: Section, family: Family) -> str:
     if str(rope_type) not in ROPE_KEYS:
         key = "rope_type" if rope["type"] is None else "type"
         raise rope.refused(key, f"is not supported; supported: {', '.join(ROPE_KEYS)}")
-    rope["rope_type"] = rope_type
+    rope["rope_type"] = rope_type  # for messages, where the file says `type` or has no type
     readable = {"rope_type", "type", "rope_theta", *family.rope_keys, *ROPE_KEYS[rope_type].split()}
     if rope_type != "yarn":
-        readable.discard("llama_4_scaling_beta")
+        readable.discard("llama_4_scaling_beta")  # only yarn_fields reads it
     if unread := sorted(stored_keys - readable):
         raise rope.refused(unread[0], f"is not supported with rope_type {rope_type!r}")
     return rope_type

@@ -1,16 +1,16 @@
 """The families of models that can be loaded: one record for every model_type, which holds its
 differences from Llama.
 
-    Field         a scalar's names in config.json, GGUF and model.Config: a row of FIELDS, which all
-                  families read, or some, or of EXPERT_FIELDS
-    NEUTRAL       key -> the values, besides null, that a family accepts which does not read it:
-                  they change nothing
+    Field         a scalar's names in config.json, GGUF and model.Config;  FIELDS, EXPERT_FIELDS  a
+                  row for each
+    NEUTRAL       key -> the values, besides null, that change nothing: a family that does not read
+                  the key accepts these alone
     Family        what may differ, with Llama's values as defaults;  llama_like  makes a record
     SLIDING       the layers with a sliding window
     FAMILIES      model_type -> Family;  family_of  the record of a config.json
 
 A new family is one record here, one row for a key that no other family has, and arithmetic in
-model.py where it needs any. Sources: transformers, models/*/ configuration_*.py and modeling_*.py;
+model.py where it needs any. Sources: transformers, models/*/configuration_*.py and modeling_*.py;
 llama.cpp, conversion/ and src/models/.
 """
 
@@ -48,11 +48,11 @@ FIELDS = {
     "max_position_embeddings": Field("context_length", "max_seq_length", int),
     "rms_norm_eps": Field("attention.layer_norm_rms_epsilon", "norm_eps"),
     "tie_word_embeddings": Field(name="tie_embeddings", kind=bool),
-    # What config.py reads beside other keys.
+    # Without a name: config.py reads these for RoPE and for windows.
     "rope_theta": Field("rope.freq_base"),
     "original_max_position_embeddings": Field("rope.scaling.original_context_length"),
     "sliding_window": Field("attention.sliding_window"),
-    # What the families read that have a default for it.
+    # Read by the families that have a default for the key.
     "embedding_multiplier": Field("embedding_scale", "embed_scale", float, (1,)),
     "residual_multiplier": Field("residual_scale", "residual_scale", float, (1,)),
     "logits_scaling": Field("logit_scale", "logit_scale", float, (1,), lambda x, E: 1 / x),
@@ -88,7 +88,7 @@ EXPERT_FIELDS = {
     "routed_scaling_factor": Field("expert_weights_scale", "routed_scale", float, (1,)),
     "norm_topk_prob": Field("expert_weights_norm", "router_norm", bool),
 }
-# Some families' own names of these. The counts are read by any name, as in transformers.
+# A family's own name of a key -> the key of EXPERT_FIELDS.
 EXPERT_NAMES = {
     "num_local_experts": "num_experts",
     "n_routed_experts": "num_experts",
@@ -99,12 +99,14 @@ EXPERT_NAMES = {
     "moe_layer_start_index": "first_k_dense_replace",
     "moe_layer_interval": "decoder_sparse_step",
 }
+# A count -> its names in all families, each of which is read, as in transformers.
 COUNT_NAMES = {
     "num_experts": "num_experts num_local_experts n_routed_experts moe_num_experts",
     "num_experts_per_tok": "num_experts_per_tok moe_k moe_topk",
 }
 LAYER_KEYS = ("mlp_layer_types", "mlp_only_layers")  # which layers have experts
-# Keys of NEUTRAL that every family with experts may hold: the tensors show their numbers.
+# Keys of NEUTRAL that are not checked in families with experts: the three counts of experts are
+# read (COUNT_NAMES), and a wrong value of the other two shows in the tensors.
 SPARSE_KEYS = (
     "first_k_dense_replace",
     "n_routed_experts",
@@ -112,8 +114,7 @@ SPARSE_KEYS = (
     "num_experts",
     "num_local_experts",
 )
-# Pairs (neutral values, keys) of keys that are no scalars, or that stand in config.json alone. ():
-# they must be absent or null, which never changes anything.
+# Rows of NEUTRAL for keys without a Field: (values, keys). (): the key must be absent or null.
 NEUTRAL_KEYS = [
     (
         (),
@@ -146,7 +147,7 @@ NEUTRAL = {key: values for values, keys in NEUTRAL_KEYS for key in keys.split()}
     if field.neutral is not None
 }
 
-# Keys in neither table that some families read.
+# Keys that some families read and that are in neither FIELDS nor NEUTRAL.
 OTHER_KEYS = ("max_window_layers", "no_rope_layers", "sliding_window_pattern")
 
 # --------------------------------------------------------------------------------------- families
@@ -163,18 +164,17 @@ class MergedExperts(NamedTuple):
 
 
 class Family(NamedTuple):
-    """A model_type's differences from Llama. `hf` in the functions is config.json, a
-    config.Section."""
+    """A model_type's differences from Llama."""
 
-    # The keys of NEUTRAL that it reads, and others that config.json may leave out: transformers'
-    # values of them.
+    # Keys that config.json may leave out -> transformers' values of them. Of the keys of NEUTRAL
+    # the family reads those that are here.
     defaults: Mapping[str, object] = {}
-    # The same of keys of experts, all of which it reads (None: the file must have it, or it says
-    # nothing). Other such keys are ignored.
+    # The same for keys of experts, all of which it reads. None: no default. The file must then have
+    # the key if it is a number of Config's; otherwise the key may be absent.
     experts: Mapping[str, object] = {}
     fields: Mapping[str, object] = {}  # of model.Config, the same for all its models
-    supported: Mapping[str, tuple] = {}  # key -> its supported values, beside null
-    # Fields of model.Config that this family alone derives from several keys.
+    supported: Mapping[str, tuple] = {}  # key -> its supported values, besides null
+    # Computes fields of model.Config that no table has: (config.Section, head_dim) -> fields.
     own_fields: Callable = lambda hf, head_dim: {}
     text_models: tuple[str, ...] = ()  # of a wrapper: the model_types of its "text_config"
     # The key that turns a bias on, or whether there always is one.
@@ -216,7 +216,9 @@ def llama_like(**differences: object) -> Family:
     defaults = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
     experts = {}
     fields = {}
-    for name, value in differences.items():  # the first table that has the name takes it
+    for name, value in differences.items():
+        # A name that is a key and a field of Config is a key where FIELDS has it (head_dim), and a
+        # field otherwise (rope_interleaved).
         if name in Family._fields:
             group = record
         elif name in {*EXPERT_FIELDS, *EXPERT_NAMES, *LAYER_KEYS}:
@@ -239,6 +241,7 @@ def window_period(hf) -> int:
 
 
 # Family.sliding -> does layer i have a sliding window, where config.json has no layer_types?
+# With "every", layer_types may not exempt a layer from the window either (config.windows).
 SLIDING = {
     "every": lambda i, hf: True,
     "even": lambda i, hf: i % 2 == 0,
@@ -252,7 +255,7 @@ SLIDING = {
 
 
 def granite_keys(get: Callable, hf: dict) -> dict:
-    """llama.cpp's value where the file has none is not transformers'."""
+    """Where a file has no scale, llama.cpp takes 1 / sqrt(head_dim), and transformers takes 1."""
     return {"attention_multiplier": get("attention.scale") or 1 / math.sqrt(hf["head_dim"])}
 
 
@@ -278,7 +281,7 @@ def gemma3_keys(get: Callable, hf: dict) -> dict:
     }
 
 
-def norms_where_unsaid(get: Callable, hf: dict) -> dict:
+def qwen3_moe_keys(get: Callable, hf: dict) -> dict:
     """Weights of experts sum to 1 in llama.cpp's model, unless the file says otherwise."""
     return {"norm_topk_prob": get("expert_weights_norm", True)}
 
@@ -289,7 +292,7 @@ QWEN2 = {
     "max_position_embeddings": 32768,
     "has_qkv_bias": True,
     "has_out_bias": False,
-    "attention_bias": None,  # MiMo's files have it, which transformers does not read
+    "attention_bias": None,  # ignored, as in transformers; MiMo's files have it
     "sliding": "later",
     "switches_windows": True,
 }
@@ -322,7 +325,7 @@ GRANITE = {
     "hf_keys": granite_keys,
 }
 NO_BIAS = {"has_qkv_bias": False, "has_out_bias": False, "has_ffn_bias": False}
-WEIGHTED = {"norm_topk_prob": True, "routed_scaling_factor": 1.0}
+ROUTER_WEIGHTS = {"norm_topk_prob": True, "routed_scaling_factor": 1.0}
 SOME_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": None}
 ALWAYS_SPARSE = {
     "decoder_sparse_step": (1,),
@@ -348,7 +351,7 @@ HUNYUAN_NAMES = {
     "attention.k_norm": "self_attn.key_layernorm",
     "ffn.router": "mlp.gate.wg",
 }
-ONLY_AFTER = {"norms_before": False, "norms_after": True}
+NORMS_AFTER_ONLY = {"norms_before": False, "norms_after": True}
 GLM = {
     "num_key_value_heads": 2,
     "head_dim": 128,
@@ -439,7 +442,7 @@ FAMILIES = {
         moe_intermediate_size=768,
         **SOME_SPARSE,
         arch="qwen3moe",
-        hf_keys=norms_where_unsaid,
+        hf_keys=qwen3_moe_keys,
     ),
     "gpt_oss": llama_like(
         head_dim=64,
@@ -535,7 +538,7 @@ FAMILIES = {
         rms_norm_eps=1e-5,
         has_ffn_bias=False,
         qk_norm="full",
-        **ONLY_AFTER,
+        **NORMS_AFTER_ONLY,
         arch="olmo2",
     ),
     "olmo3": llama_like(
@@ -545,7 +548,7 @@ FAMILIES = {
         has_ffn_bias=False,
         supported={"sliding_window_pattern": (4,)},  # transformers reads no other value
         qk_norm="full",
-        **ONLY_AFTER,
+        **NORMS_AFTER_ONLY,
         sliding="by period",
         rope_theta=5e5,
         sliding_rope_type=1,
@@ -619,7 +622,7 @@ FAMILIES = {
         rms_norm_eps=1e-5,
         **NO_BIAS,
         qk_norm="heads",
-        **ONLY_AFTER,
+        **NORMS_AFTER_ONLY,
         sliding="by period",
         full_rope_type=None,
         arch="exaone4",
@@ -656,7 +659,7 @@ FAMILIES = {
         moe_intermediate_size=1408,
         n_shared_experts=1,
         first_k_dense_replace=1,
-        **WEIGHTED,
+        **ROUTER_WEIGHTS,
         **SIGMOID_ROUTER,
         unused=MTP_LAYER,
         arch="glm4moe",
@@ -687,7 +690,7 @@ FAMILIES = {
         num_experts_per_tok=8,
         moe_intermediate_size=1280,
         n_shared_experts=1,
-        **WEIGHTED,
+        **ROUTER_WEIGHTS,
         **SIGMOID_ROUTER,
     ),
     "dots1": llama_like(

@@ -9,8 +9,8 @@
 
 A config.json says in which Layout matrices are quantized, and the tensors say which of them are. So
 checked_source begins with the tensors that the model has in full precision, puts those of its
-quantized matrices in their place, compares the headers of all with what is stored, and asks every
-Layout which of our schemes holds its matrices exactly.
+quantized matrices in their place, compares them all with the stored headers, and asks every Layout
+which of our schemes holds its matrices exactly.
 """
 
 import math
@@ -43,8 +43,8 @@ from weights.walker import named_linears
 
 HEAD = "lm_head"
 EMBEDDING = "model.embed_tokens"
-# Beside "scheme" in a config.json's "quantization". "kept" lists matrices in full precision, which
-# the tensors show.
+# Keys beside "scheme" in config.json's "quantization". Loading does not read "kept", the matrices
+# in full precision, because the tensors show them.
 OWN_KEYS = {"head", "method", "kept"}
 
 
@@ -80,15 +80,15 @@ class Folder:
 class Layout(Protocol):
     """Where a program stores a quantized matrix."""
 
-    key: str  # the tensor that marks a quantized one
+    key: str  # the part whose tensor marks a matrix as quantized
     note: str  # for the user, when such a folder is loaded
     stacks_with_plain: bool  # may matrices in full precision be stacked with quantized ones?
 
     def tensors(self, m: "Matrix") -> dict[str, Expected]:
-        """Its stored tensors."""
+        """Part -> shape and types of its stored tensor."""
 
     def fit(self, matrices: Collection["Matrix"]) -> "Fit":
-        """The scheme that holds all of them."""
+        """The Fit of all matrices in this layout."""
 
     def part(self, m: "Matrix", scheme: str, part: str) -> Tensor:
         """One part of a scheme that holds the matrix exactly."""
@@ -98,8 +98,8 @@ class Layout(Protocol):
 
 
 class Fit(NamedTuple):
-    """What holds the matrices of a layout here: one of our schemes exactly, or none. Then `near` is
-    the scheme to quantize them to again, or None where they are read as floats."""
+    """The scheme of ours that holds a layout's matrices exactly, or None. Where none does, `near`
+    is the scheme to quantize them to again, or None if they are read as floats."""
 
     exact: str | None = None
     near: str | None = None
@@ -111,7 +111,7 @@ class Layouts(Protocol):
     """The Layout of every module of a folder."""
 
     keeps_plain: bool  # do matrices in full precision stay so, whatever --quantize says?
-    unused: tuple[str, ...]  # ends of tensors that are not read
+    unused: tuple[str, ...]  # endings of the names of tensors that are not read
     zeros: tuple[str, ...]  # tensors of a quantized matrix that may be there if they are zeros
 
     def of(self, module: str) -> Layout | None:
@@ -124,7 +124,7 @@ class Matrix(NamedTuple):
     name: str
     rows: int
     columns: int
-    tensors: dict[str, object]  # name -> stored tensor
+    tensors: dict[str, object]  # all of the folder's: name -> stored tensor
     layout: Layout
 
     def stored(self, part: str):
@@ -199,20 +199,21 @@ def checked_source(
     spare: Iterable[str],
     as_stored: Callable[[object], Stored],
 ) -> Source:
-    """A folder, or a GGUF file, in these layouts. `spare` as in check_headers, `as_stored` of a
-    Folder. UserError names a tensor or a setting that cannot be read."""
+    """The Source of a folder, or a GGUF file, whose quantized matrices have these layouts. `spare`
+    is check_headers', `as_stored` a Folder's. UserError names a tensor or a setting that cannot be
+    read."""
     tensors = {name: tensors[name] for name in tensors if not name.endswith(layouts.unused)}
     model = empty_model(config, torch.float32)
-    floats = expected_tensors(config, model)  # all in full precision
+    plain = expected_tensors(config, model)  # as if nothing were quantized
     linears = [name for name, _ in named_linears(model)]
     stacks = [stored_names(config, f"{name}.weight") for name in ("embed", *linears)]
     with error_prefix(path):
-        matrices = find_matrices(layouts, tensors, floats, stacks, config.tie_embeddings)
-        headers = with_quantized(floats, matrices)
-        drop_zeros(headers, tensors, matrices.values(), layouts.zeros)
-        check_headers(path, headers, tensors, config.tie_embeddings, spare)
+        matrices = find_matrices(layouts, tensors, plain, stacks, config.tie_embeddings)
+        expected = with_quantized(plain, matrices)
+        drop_zeros(expected, tensors, matrices.values(), layouts.zeros)
+        check_headers(path, expected, tensors, config.tie_embeddings, spare)
         quantized = stored_matrices(matrices)
-    stored = {name: quantized.get(name) or as_stored(tensors[name]) for name in floats}
+    stored = {name: quantized.get(name) or as_stored(tensors[name]) for name in plain}
     notes = {m.layout.note for m in matrices.values()}
     keeps_plain = layouts.keeps_plain and bool(matrices)
     heads = stored_names(config, "lm_head.weight")
@@ -222,9 +223,9 @@ def checked_source(
     return Source(config, linears, stored, tuple(sorted(filter(None, notes))), scheme, keeps_plain)
 
 
-def with_quantized(floats: dict[str, Expected], matrices: dict[str, Matrix]) -> dict[str, Expected]:
-    """The headers of a folder: those of its quantized matrices stand in place of their weights'."""
-    return {weight: header for weight, header in floats.items() if weight not in matrices} | {
+def with_quantized(plain: dict[str, Expected], matrices: dict[str, Matrix]) -> dict[str, Expected]:
+    """What a folder must hold: the tensors of its quantized matrices in place of their weights."""
+    return {weight: header for weight, header in plain.items() if weight not in matrices} | {
         f"{m.name}.{part}": header
         for m in matrices.values()
         for part, header in m.layout.tensors(m).items()
@@ -232,37 +233,37 @@ def with_quantized(floats: dict[str, Expected], matrices: dict[str, Matrix]) -> 
 
 
 def drop_zeros(
-    headers: dict[str, Expected], tensors: dict, matrices: Iterable[Matrix], parts: Iterable[str]
+    expected: dict[str, Expected], tensors: dict, matrices: Iterable[Matrix], parts: Iterable[str]
 ) -> None:
     """Leave out tensors of zeros that some writers add to quantized matrices."""
     for m in matrices:
         for part in parts:
             name = f"{m.name}.{part}"
-            if name in tensors and name not in headers and not m.get(part).float().any():
+            if name in tensors and name not in expected and not m.get(part).float().any():
                 del tensors[name]
 
 
 def find_matrices(
     layouts: Layouts,
     tensors: dict,
-    floats: dict[str, Expected],
+    plain_tensors: dict[str, Expected],
     stacks: list[list[str]],
     tied: bool,
 ) -> dict[str, Matrix]:
-    """The quantized ones among `stacks`, the names of weights that make one matrix here. UserError
-    names a matrix that is quantized in part."""
+    """Weight -> its Matrix, for the quantized ones. Each of `stacks` has the weights that make one
+    matrix here. UserError names a matrix that is quantized in part."""
     matrices = {}
     keys = set()
     for stack in stacks:
         for weight in stack:
-            name = stored_name(weight, tensors, tied)
+            name = stored_module(weight, tensors, tied)
             with error_prefix(name):
                 layout = layouts.of(name)
             if layout is None:
                 continue
             keys.add(layout.key)
             if f"{name}.{layout.key}" in tensors:
-                (rows, columns), _ = floats[weight]
+                (rows, columns), _ = plain_tensors[weight]
                 matrices[weight] = Matrix(name, rows, columns, tensors, layout)
         quantized = [matrices[weight] for weight in stack if weight in matrices]
         plain = [weight for weight in stack if weight not in matrices]
@@ -279,7 +280,7 @@ def find_matrices(
     return matrices
 
 
-def stored_name(weight: str, tensors: dict, tied: bool) -> str:
+def stored_module(weight: str, tensors: dict, tied: bool) -> str:
     """The name of a matrix in the folder. quantize.py writes a `tied` embedding under the head's
     name alone."""
     name = weight.removesuffix(".weight")
@@ -289,7 +290,7 @@ def stored_name(weight: str, tensors: dict, tied: bool) -> str:
 
 
 def stored_matrices(matrices: dict[str, Matrix]) -> dict[str, Stored]:
-    """All matrices of a layout have the same Fit."""
+    """Weight -> what is stored of it. All matrices of a layout have the same Fit."""
     matrices_by_layout = {}
     for m in matrices.values():
         matrices_by_layout.setdefault(m.layout, []).append(m)

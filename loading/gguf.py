@@ -50,7 +50,7 @@ def half(blocks: Tensor, begin: int = 0) -> Tensor:
 
 
 def pairs(packed: Tensor) -> Tensor:
-    """Codes of 4 bits (out, in / 2) in our order, two neighbours in a byte."""
+    """Bytes with llama.cpp's 4-bit codes -> our order (out, in / 2), two neighbours in a byte."""
     codes = bit_fields(packed, 4).flatten(1)  # (out, in)
     return codes[:, ::2] | codes[:, 1::2] << 4
 
@@ -61,7 +61,8 @@ def k_integers(blocks: Tensor) -> Tensor:
     *first, last = blocks[..., 4:16].split(4, dim=-1)  # (out, n, 4) each
     first = torch.stack(first, dim=-2)  # (out, n, 2, 4)
     last = torch.stack((last & 15, last >> 4), dim=-2)
-    # `first` has six bits of the first four, and above these two bits of the last four.
+    # `first` holds integers 0 to 3 in six bits, and above them the upper two bits of integers 4 to
+    # 7, whose lower four bits are in `last`.
     integers = torch.cat((first & 63, last | first >> 6 << 4), dim=-1)  # (out, n, 2, 8)
     integers = integers.view(torch.int8)
     return integers.movedim(-2, 0).flatten(2)  # (2, out, n, 8) -> (2, out, in / 32)
@@ -74,8 +75,8 @@ def k_numbers(blocks: Tensor, index: int) -> Tensor:
 
 
 def bit_fields(packed: Tensor, bits: int) -> Tensor:
-    """Numbers of some bits from bytes (…, n), those of a byte n apart: llama.cpp's order (…, 8 /
-    bits * n)."""
+    """Bytes (…, n) -> numbers of `bits` bits (…, 8 / bits * n) in llama.cpp's order: the lowest
+    bits of all bytes come first."""
     return torch.cat([packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)], dim=-1)
 
 
@@ -248,8 +249,8 @@ def common_value(key: str, value: object) -> object:
 
 
 class Entries(dict):
-    """A file's keys or tensors by name, which `noun` begins: looking up one that is missing is a
-    UserError."""
+    """A file's keys or tensors by name. UserError for one that is missing; `noun`, such as "key
+    llama.", stands before its name in the message."""
 
     def __init__(self, noun: str, entries: Mapping[str, object]):
         super().__init__(entries)
@@ -321,13 +322,13 @@ class Header:
     def tensor(self) -> tuple[str, tuple[int, ...], BlockType, int]:
         """(name, shape, type, offset behind the header) of the next tensor."""
         name = self.string()
-        shape = self.numbers("Q", self.number("I"))[::-1]
+        shape = self.numbers("Q", self.number("I"))[::-1]  # the file has the last dimension first
         with error_prefix(f"tensor {one_line(name)}"):
             return name, shape, block_type(self.number("I")), self.number("Q")
 
 
 def parse(path: Path) -> GgufFile:
-    """UserError names a file that is no GGUF file, or that is cut off."""
+    """A file's keys and tensors. UserError names a file that is damaged or cut off."""
     with error_prefix(path):
         try:
             keys, infos, alignment, begin = read_header(path, path.stat().st_mtime_ns)

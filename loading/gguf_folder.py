@@ -42,7 +42,8 @@ from loading.weight_names import hf_by_gguf
 REQUIRED = """
 block_count feed_forward_length context_length attention.layer_norm_rms_epsilon
 """
-UNSET_AT_0 = ("expert_group_count", "attention.key_length")  # integers
+# Integers that llama.cpp takes as absent at 0, as it does every float.
+UNSET_AT_0 = ("expert_group_count", "attention.key_length")
 YARN = {
     "original_max_position_embeddings": "rope.scaling.original_context_length",
     "beta_fast": "rope.scaling.yarn_beta_fast",
@@ -103,8 +104,8 @@ class GgufModel:
 
 
 def model_type_of(keys: dict[str, object]) -> str:
-    """The family of a file. Of families that share an architecture, the last one whose `arch_key`
-    the file holds."""
+    """The model_type of a file. Of families that share an architecture, the last one in FAMILIES
+    that has no `arch_key`, or one that the file holds."""
     architecture = keys.get("general.architecture")
     for model_type, family in reversed(FAMILIES.items()):
         has_key = not family.arch_key or keys.get(f"{architecture}.{family.arch_key}")
@@ -180,9 +181,9 @@ def translate_keys(values: Entries, tensors: Mapping[str, Blocks], family: Famil
     supported_by_key = supported_keys(values, tensors, family, hf_keys)
     hf = {}
     for key, value in values.items():
-        is_number = type(value) is float or key in UNSET_AT_0
-        if key in hf_keys and is_number and value == 0:
-            continue  # llama.cpp takes it for a number that the file does not have
+        is_unset = value == 0 and (type(value) is float or key in UNSET_AT_0)
+        if key in hf_keys and is_unset:
+            continue  # llama.cpp reads this 0 as if the file did not have the key
         supported = supported_by_key.get(key, ())
         if supported is not None and value not in supported:
             choice = supported[0] if supported else "only files without it"
@@ -199,7 +200,7 @@ def supported_keys(
     values: Entries, tensors: Mapping[str, Blocks], family: Family, hf_keys: Mapping[str, str]
 ) -> dict[str, tuple | None]:
     """The architecture's keys -> their supported values; None: any."""
-    # A key of config.json that is not in it is read by the family, at any value.
+    # The keys of config.json that are not in `supported` may have any value.
     supported = supported_values(family, n_layers=0)
     supported_by_key = {
         **{key: supported.get(hf_key) for key, hf_key in hf_keys.items()},
@@ -217,7 +218,7 @@ def supported_keys(
 
 def presence_flags(tensors: Mapping[str, Blocks], family: Family) -> dict[str, bool]:
     """config.json's flags of what a model has, which the first layer's tensors answer."""
-    answers = [  # where one key means several biases, that of q answers, which comes last
+    answers = [  # where biases share a key, the last row decides: q's
         (family.has_out_bias, "attn_output.bias"),
         (family.has_ffn_bias, "ffn_gate.bias"),
         (family.has_qkv_bias, "attn_q.bias"),
@@ -228,7 +229,7 @@ def presence_flags(tensors: Mapping[str, Blocks], family: Family) -> dict[str, b
 
 
 def rope_scaling(values: Mapping[str, object], tensors: Mapping[str, Blocks], hf: dict) -> dict:
-    """transformers' object; config.py refuses types that it does not have."""
+    """RoPE's object as transformers writes it. config.py refuses unsupported types."""
     if "rope_factors_long.weight" in tensors:
         return {
             "rope_type": "longrope",
@@ -251,7 +252,7 @@ def rope_scaling(values: Mapping[str, object], tensors: Mapping[str, Blocks], hf
         family = FAMILIES[hf["model_type"]]
         scaling["truncate"] = family.default_rope.get("truncate", True)
         attention_factor = values.get("rope.scaling.yarn_attn_factor", 1)
-        if attention_factor != 1:  # which says nothing
+        if attention_factor != 1:  # 1 says nothing
             scaling["attention_factor"] = attention_factor
     return scaling
 
@@ -268,15 +269,15 @@ def llama3_scaling(stored: Blocks, head_dim: int, theta: float) -> dict:
         return {"rope_type": "default"}
     low = 1.0
     high = 4.0
-    length = 8192
+    length = 8192  # unless a pair below tells another
     wavelengths = 2 * math.pi * theta**exponents
-    # 1 / divisor = (1 - smooth) / factor + smooth, with smooth from 0 to 1 as
-    # (length / wavelength - low) / (high - low)
+    # 1 / divisor = (1 - smooth) / factor + smooth, where smooth is (length / wavelength - low) /
+    # (high - low), clamped to 0 and 1. A pair that is not clamped tells the length.
     smooth = (1 / divisors - 1 / factor) / (1 - 1 / factor)
-    partial = (smooth > 0) & (smooth < 1)
-    if partial.any():
+    is_between = (smooth > 0) & (smooth < 1)
+    if is_between.any():
         lengths = (smooth * (high - low) + low) * wavelengths
-        length = round(float(lengths[partial][0]))
+        length = round(float(lengths[is_between][0]))
     expected = ((length / wavelengths - low) / (high - low)).clamp(0, 1)
     if not torch.allclose(expected, smooth, atol=1e-4):
         raise UserError(
@@ -321,7 +322,7 @@ def hf_tensors(model: GgufFile) -> dict[str, Blocks]:
         if module == "ffn_gate_inp_shexp" or "moe_statics" in hf_name:
             shape = (1, blocks.shape[-1])
             blocks = replace(blocks, shape=shape, bytes=blocks.bytes.view(1, -1))
-        # ffn_norm and post_attention_norm are one norm's names, of models that have either.
+        # Both names may stand for post_attention_layernorm; a file has one or the other.
         if module.endswith("norm") and hf_name in tensors:
             raise UserError(f"tensor {name!r} stands for {hf_name}, as another does")
         has_experts = "{}" in hf_name and len(blocks.shape) == (3 if part == ".weight" else 2)

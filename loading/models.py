@@ -7,8 +7,8 @@ quantized on the way.
     load_weights        fills an allocated model with what is stored
     random_model        the same shapes with random weights, to measure without a download
 
-Every weight is copied once, from the mapped file into its (fused) matrix, so that loading needs the
-memory of the weights and no more.
+A weight that is not quantized here is copied once, from the mapped file into its (fused) matrix, so
+that loading needs the memory of the weights and no more.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -82,15 +82,16 @@ def empty_model(
         scheme = schemes.get(name)
         if scheme is None:
             return None
-        place = name.replace(".attention", "").replace(".ffn", "")  # layers.3.down, for the message
-        formats.check_columns(scheme, linear.in_features, place)
+        location = name.replace(".attention", "").replace(".ffn", "")  # as "layers.3.down"
+        formats.check_columns(scheme, linear.in_features, location)
         return QuantizedLinear.empty_like(linear, scheme)
 
     return walker.replace_linears(model, empty) if schemes else model
 
 
 def check_shards(config: Config, schemes: Mapping[str, str | None], world: int) -> None:
-    """UserError for sizes, or groups that share a scale, that do not divide over the ranks."""
+    """UserError for sizes that do not divide over the ranks, and for inputs (dimension 1) that
+    divide within a group that shares a scale."""
     groups = [
         formats.format_of(scheme).group
         for name, scheme in schemes.items()
@@ -102,14 +103,14 @@ def check_shards(config: Config, schemes: Mapping[str, str | None], world: int) 
 def same_schemes(
     config: Config, scheme: str | None, head_scheme: str | None = None
 ) -> dict[str, str | None]:
-    """One scheme for the blocks, one for the head. UserError for a head without the former."""
+    """One scheme for the blocks, one for the head. UserError for a head's scheme alone."""
     check_head(head_scheme, scheme)
     names = [name for name, _ in walker.named_linears(empty_model(config, torch.float32))]
     return dict.fromkeys(names, scheme) | {"lm_head": head_scheme}
 
 
 def to_dtype(model: Transformer, dtype: torch.dtype) -> Transformer:
-    """The model in this dtype, but for what chooses among experts where that is float32."""
+    """The model in this dtype, except for routers and selection biases that stay float32."""
     model.to(dtype)
     for name, parameter in model.named_parameters():
         if is_float32(model.config, name):
@@ -153,13 +154,14 @@ def load_parameters(
         has_floats = is_plain(name)
         stored_name = name if has_floats else f"{module}.weight"
         stored = [tensors[source] for source in stored_names(config, stored_name)]
+        is_stacked = len(stored) == 1  # all sources in one tensor, or a single source
         if has_floats or all(tensor.scheme == linear.scheme for tensor in stored):
             # Floats, or parts as they are stored.
             targets = pieces(config, name, parameter, ranks)
             for number, (tensor, (_, rows)) in enumerate(zip(stored, targets, strict=True)):
                 values = tensor.weight(rows.dtype) if has_floats else tensor.part(part)
-                fill_shard(rows, values, spec, number, config, ranks, len(stored) == 1)
-        elif part == "codes":  # of its parts the first to come; this fills the others too
+                fill_shard(rows, values, spec, number, config, ranks, is_stacked)
+        elif part == "codes":  # once for a matrix: this fills its other parts too
             quantize_into(linear, module, config, stored, ranks)
         report_bytes(parameter.nbytes)
 
@@ -219,15 +221,15 @@ def quantize_into(
     device = linear.codes.device
     has_split_rows = spec.dim == 1 and ranks.world > 1
     if format.scope == "matrix" or (has_split_rows and format.scope == "rows"):
-        # A scale depends on the weights of all ranks.
+        # `quantize` needs more than this rank's shard of one source: quantize all, keep the shard.
         weight = torch.cat([tensor.weight() for tensor in stored]).to(device)  # (out, in)
         parts = quantized_parts(names[0], weight, linear.scheme)
         for part_name, part in parts.items():
             fill_shard(getattr(linear, part_name), part, spec, 0, config, ranks, is_stacked=True)
         return
     begin = 0
+    is_stacked = len(names) == 1  # all sources in one tensor, or a single source
     for number, (source, tensor) in enumerate(zip(names, stored, strict=True)):
-        is_stacked = len(names) == 1
         weight = shard(tensor.weight(), spec, number, config, ranks, is_stacked).to(device)
         if is_stacked and len(weight) < linear.out_features:  # a vocabulary's padding
             weight = F.pad(weight, (0, 0, 0, linear.out_features - len(weight)))
@@ -264,9 +266,9 @@ def random_model(
     tp: Ranks | None = None,
     pack: bool = True,
 ) -> Transformer:
-    """A model of random weights: normal(0, 0.02) matrices, norms of ones (to which Gemma 3 adds its
-    offset) and zero biases, drawn on the device and quantized one by one. Every rank draws all
-    numbers and keeps its shard."""
+    """A model of random weights: normal(0, 0.02) matrices, vectors of ones (to which Gemma 3 adds
+    its norms' offset) and zero biases, drawn on the device and quantized one by one. Every rank
+    draws all numbers and keeps its shard."""
     ranks = tp or ALONE
     schemes = same_schemes(config, quantize, head_scheme)
     check_shards(config, schemes, ranks.world)
@@ -276,8 +278,10 @@ def random_model(
 
     def draw(name: str) -> Tensor:
         shape, _ = headers[name]
+        if name.endswith("bias"):
+            return torch.zeros(shape)
         if len(shape) == 1:
-            return torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
+            return torch.ones(shape)
         return torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
 
     return load_weights(allocate(model, device), in_floats(headers, draw), ranks, pack)

@@ -21,14 +21,14 @@ QUICKDRAFT_CONFIG = {"format": "quickdraft"}
 def choose_schemes(
     source: Source, path: Path, quantize: str | None = None, head_choice: str | None = None
 ) -> dict[str, str | None]:
-    """The schemes of Linears, or of each source of a fused one whose sources are stored in unlike
-    ones ("layers.0.attention.qkv.2"), for the user's `quantize`, and `head_choice` as in
-    choose_head_scheme. UserError names a `path` that is stored in another scheme."""
+    """The scheme of each Linear, for the user's `quantize`, and `head_choice` as in
+    choose_head_scheme. A fused one whose sources get different schemes has an entry for each
+    ("layers.0.attention.qkv.2"). UserError names a `path` that is stored in another scheme."""
     near, _ = source.nearest
     head_scheme = choose_head_scheme(None if source.scheme else quantize, head_choice)
     if source.scheme:
         refuse_other_schemes(source, path, quantize, head_scheme)
-        quantize = head_scheme = None
+        quantize = head_scheme = None  # both are what is stored
     else:
         check_head(head_scheme, quantize or near)
     schemes = {}
@@ -73,7 +73,7 @@ def choose_parts(
     schemes = [requested or tensor.scheme or (near if tensor.near else None) for tensor in stored]
     if len({*schemes}) == 1:
         return {name: schemes[0]}
-    if "experts" in name:  # a Stack joins whole matrices: one scheme that loses little, or none
+    if "experts" in name:  # a Stack needs one scheme: int8, which loses little, or plain weights
         return {name: near if near == "int8" else None}
     return {f"{name}.{i}": scheme for i, scheme in enumerate(schemes)}
 

@@ -66,7 +66,7 @@ class Source(NamedTuple):
     notes: tuple[str, ...] = ()  # for the user
     # The scheme of all blocks, where the folder says that it is quantized to this one.
     scheme: str | None = None
-    keeps_plain: bool = False  # do a block's matrices in full precision stay so?
+    keeps_plain: bool = False  # do matrices in full precision stay so, with --quantize too?
 
     def of(self, linear: str) -> list[Stored]:
         """What is stored of a Linear, of a fused one by source."""
@@ -74,11 +74,11 @@ class Source(NamedTuple):
 
     @property
     def nearest(self) -> tuple[str | None, str]:
-        """(scheme, reason) of tensors that no scheme holds: int8 rather than int4."""
+        """`near` and `reason` of the tensors that no scheme holds; int8 goes before int4."""
         inexact = [(tensor.near, tensor.reason) for tensor in self.tensors.values() if tensor.near]
         return min(inexact, key=lambda pair: pair[0] != "int8", default=(None, ""))
 
 
 def in_floats(headers: Mapping[str, tuple], read: Callable[[str], Tensor]) -> dict[str, Stored]:
-    """`headers`: name -> (shape, stored types)."""
+    """Name -> a tensor in full precision, for `headers`: name -> (shape, stored types)."""
     return {name: Stored(shape, floats=partial(read, name)) for name, (shape, _) in headers.items()}

@@ -76,9 +76,9 @@ def load_target(
     ranks: Ranks = ALONE,
     progress: bool = False,
 ) -> tuple[Transformer, Tokenizer]:
-    """This rank's part of the model, and the tokenizer. A draft can still be made from it, which
-    packed weights do not allow. Random weights come with a tokenizer that reads bytes and writes
-    numbers."""
+    """This rank's shard of the model, and the tokenizer. The model is not packed yet, so that a
+    draft can still be made from it. Random weights come with a tokenizer that reads bytes and
+    writes numbers."""
     target = Target.of(options)
     options = target.options
     config = target.config

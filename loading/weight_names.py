@@ -38,7 +38,7 @@ MODULES = {
     "ffn.gate_up": ("mlp.gate_proj mlp.up_proj", "ffn_gate ffn_up"),
     "ffn.down": ("mlp.down_proj", "ffn_down"),
     "ffn.router": ("mlp.gate", "ffn_gate_inp ffn_gate_inp_shexp"),
-    # Their selection bias.
+    # The experts' selection bias.
     "ffn.experts": ("mlp.gate.e_score_correction_bias", "exp_probs_b"),
     # {}: the expert's number. llama.cpp's tensors are (experts, out, in).
     "ffn.experts.gate_up": (

@@ -184,11 +184,11 @@ class ForgetsTheDraw(DFlashDraft):
     """Draws with the Markov head, and says that it drew without it."""
 
     def draw(self, state, logits, pos):
-        index = int(self.drawn)
+        index = int(self.num_drawn)
         before = state.tokens.gather(1, pos - 1)  # (B, 1)
         super().draw(state, logits - self.model.markov_head(before), pos)
         claimed = self.probs[:, index].clone()
-        self.drawn.sub_(1)
+        self.num_drawn.sub_(1)
         super().draw(state, logits, pos)
         self.probs[:, index] = claimed
 

@@ -224,7 +224,7 @@ def test_tokens_are_credited_to_the_draft_that_made_them(lag, models, monkeypatc
 class SmallVocabulary(Stub):
     """Draws id 0 of its three ids, and writes no others, like a model of fewer ids."""
 
-    vocab = 3
+    vocab_size = 3
 
     def __init__(self):
         super().__init__([None])
@@ -233,7 +233,7 @@ class SmallVocabulary(Stub):
 
     def propose(self, batch, plan):
         self.tokens.zero_()
-        self.probs[..., : self.vocab] = torch.tensor([1.0, 0.0, 0.0])
+        self.probs[..., : self.vocab_size] = torch.tensor([1.0, 0.0, 0.0])
         return Draft(self.tokens, self.probs).cut(plan.k)
 
 

@@ -207,7 +207,7 @@ def bound(format: Format, w: torch.Tensor, parts: dict) -> torch.Tensor | None:
         for name, codes in (("scale", 33), ("zero", 1)):
             if name in parts:
                 unit = parts[f"{name}_unit"].float().repeat_interleave(format.group, 1)
-                largest = format.factors.max_code
+                largest = format.scale_format.max_code
                 limit = limit + codes * (unit / 2 + largest * (unit * 2**-11 + 2**-25))
     elif kind is formats.NvFp4:
         # an element's half step, and what lies beyond 6 where the scale was rounded down

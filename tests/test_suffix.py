@@ -223,14 +223,14 @@ def test_auto_learns_that_matches_lie(model):
     want = rows_of(model, [prompt], max_new_tokens=60)
     assert rows_of(model, [prompt], engine=engine, max_new_tokens=60) == want
     figures = drafter.memories.shared.of(Acceptance)
-    before = figures.of([DraftToken(5, 1.0, 2)])[0]
+    before = figures.probabilities([DraftToken(5, 1.0, 2)])[0]
     lies = [1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2, 6, 1, 2, 7, 1, 2, 8]
     engine.add_request(lies[:2], sampling=Sampling(0), max_new_tokens=40)
     request = next_prompt(engine)
     for n in range(2, len(lies)):
         request.tokens = lies[2:n]
         drafter.expect([request], 0)
-    assert figures.of([DraftToken(5, 1.0, 2)])[0] < before
+    assert figures.probabilities([DraftToken(5, 1.0, 2)])[0] < before
 
 
 def test_the_host_waits_for_nothing(model):

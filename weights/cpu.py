@@ -99,7 +99,7 @@ class RowKernel(nn.Module):
     row_split = RowSplit()
 
     def use_kernel(self, row_split: RowSplit, kernel_outputs: int) -> None:
-        """Let `run_kernel` run `kernel`, which gives as many outputs a row, on a CPU."""
+        """Let `run_kernel` run `kernel`, with `kernel_outputs` outputs a row, on a CPU."""
         self.row_split = row_split
         self.kernel_outputs = kernel_outputs
         register_handle(self)
@@ -449,6 +449,7 @@ class FbgemmInt8(PackedInt8):
     def kernel(self, x: Tensor) -> Tensor:
         """x (M, in) uint8 digits -> (M, out) float32, products with the codes"""
         product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+        # The operator quantizes its input: with scale 1 and zero point 64 to these digits again.
         return product(x.float() - 64, 1.0, 64, self.data)
 
     def product(self, x: Tensor) -> Tensor:

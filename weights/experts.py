@@ -20,9 +20,9 @@ from weights import formats
 from weights.compiling import LIBRARY, is_small_batch, module_of, register_handle
 from weights.formats import release_memory
 
-# Up to this many rows gather the chosen experts' weights; more rows are grouped by expert.
+# For up to this many rows the chosen experts' weights are gathered; more are grouped by expert.
 MAX_GATHERED_ROWS = 16
-# Of Format.kernel: codes that gathered products read. Those of another kernel are dequantized.
+# Values of Format.kernel whose codes multiply_gathered reads. It dequantizes all others.
 READ_KERNELS = ("int8", "codes", "int4", "mx")
 
 LIBRARY.define("experts(Tensor x, Tensor logits, Tensor handle) -> Tensor")
@@ -83,10 +83,10 @@ class Stack(nn.Module):
         self.register_parameter("bias", None)
         self.part_names = getattr(first, "part_names", ("weight",))
         for name in dict(first.named_parameters()):
-            self.move(linears, name)
+            self.stack_parameter(linears, name)
         release_memory()
 
-    def move(self, linears: list[nn.Module], name: str) -> None:
+    def stack_parameter(self, linears: list[nn.Module], name: str) -> None:
         """Stack a parameter of all Linears, one by one: each part is freed before the next is
         made."""
         from weights import gpu
@@ -129,6 +129,7 @@ class Stack(nn.Module):
         format = self.format
         n_inputs = x.size(1)
         group = (format.group or n_inputs) if self.kernel in READ_KERNELS else None
+        # Plain weights, a format without codes to read, or a row that ends inside a group.
         if group is None or n_inputs % group:
             values = self.weights(torch.float32, expert)
             y = gpu.paired_sums([values], x, n_inputs)

@@ -72,8 +72,8 @@ def power_of_two(code: Tensor) -> Tensor:
 
 
 def from_e4m3(x: Tensor) -> Tensor:
-    """Numbers -> float32. Bytes are E4M3 numbers, as a GPU holds them whose compiler lacks that
-    type."""
+    """Codes or scales -> float32. uint8 is E4M3 as bytes, for a GPU whose compiler lacks that type
+    (gpu.as_compilable)."""
     if x.dtype != torch.uint8:
         return x.float()
     e4m3 = FORMATS["mxfp8"]
@@ -109,12 +109,13 @@ class Format:
     ragged: bool = field(default=False, kw_only=True)  # may a row end inside a group?
     # Stated for each instance, because a subclass may give its codes and scales another meaning:
     is_portable: bool = field(default=False, kw_only=True)  # are they those of compressed-tensors?
-    # Which products read them: "int4" and "mx" packed codes, "int8" and "codes" those of a byte.
-    # Without one, weights are dequantized first.
+    # Which kernels read the codes: "int8" and "codes" one in each byte, "int4" and "mx" packed
+    # ones; "codes" and "mx" on a GPU alone. "": none, so weights are dequantized first.
     kernel: str = field(default="", kw_only=True)
     # The smallest piece of a matrix that `quantize` can work on by itself:
     #   "groups"   full groups of a row
-    #   "row_max"  any part of a row, given the row's largest |weight| as a second argument
+    #   "row_max"  any part of a row, in full groups if it has groups, given the row's largest
+    #              |weight| as a second argument
     #   "rows"     full rows
     #   "matrix"   the full matrix as stored (q, k and v are one)
     # No format here has one of the last two, which a fork's may.
@@ -252,7 +253,8 @@ class Packed(Format):
 
 @dataclass(frozen=True)
 class Int4(Packed):
-    """A format of asymmetric groups: w = (code - center) * scale + zero, code in [0, max_code].
+    """A format of asymmetric groups, whose codes have 2 to 8 bits: w = (code - center) * scale +
+    zero, code in [0, max_code].
 
     |w - w'| <= scale / 2 + |zero| * 2^-8, scale <= (max - min) / max_code * (1 + 2^-7). Scale and
     zero are rounded before the codes are chosen. Only weights at the ends of a group can lie
@@ -286,8 +288,9 @@ class Int4(Packed):
 
 @dataclass(frozen=True)
 class KQuant(Int4):
-    """llama.cpp's K types, whose scales, and without a center zeros, are quantized too: runs of
-    inputs have integers of 8 bits, and a group the float16 units of its integers. Zeros are stored
+    """llama.cpp's Q5_K and Q6_K, whose scales and zeros are quantized too, after the codes are
+    chosen. A group of 256 inputs consists of runs. A run has a scale and, if the format has no
+    center, a zero: integers of 8 bits, times float16 units that the group shares. Zeros are stored
     with the other sign.
 
     Source: ggml, ggml-quants.c (dequantize_row_q5_K, dequantize_row_q6_K).
@@ -297,41 +300,41 @@ class KQuant(Int4):
     scale_dtype: torch.dtype = torch.float32  # which holds an integer times its unit exactly
     center: int = 0
     # The format of scales and zeros, of which a row has one for each run of inputs.
-    factors: Symmetric = Symmetric(8, 8, torch.float16, max_code=63)
+    scale_format: Symmetric = Symmetric(8, 8, torch.float16, max_code=63)
 
     @property
     def run(self) -> int:
-        return self.group // self.factors.group
+        return self.group // self.scale_format.group
 
     @property
-    def factor_names(self) -> tuple[str, ...]:
+    def scale_names(self) -> tuple[str, ...]:
         return ("scale",) if self.center else ("scale", "zero")
 
     def shapes(self, rows, columns):
         shapes = {"codes": ((rows, columns * self.bits // 8), self.code_dtype)}
-        factors = self.factors.shapes(rows, columns // self.run)
-        for name in self.factor_names:
-            shapes |= {name: factors["codes"], f"{name}_unit": factors["scale"]}
+        scale_shapes = self.scale_format.shapes(rows, columns // self.run)
+        for name in self.scale_names:
+            shapes |= {name: scale_shapes["codes"], f"{name}_unit": scale_shapes["scale"]}
         return shapes
 
     def grouped(self, x):
         return x.unflatten(1, (-1, self.run))  # (out, in) -> (out, in / r, r)
 
     def quantize(self, w):
-        """With ranges around 0, whose zero is 0 where there is a center."""
+        """A run's range surrounds 0, so that with a center its zero is 0."""
         w = self.grouped(w)
         largest = w.abs().amax(-1)  # (out, in / r)
-        last = 1 / self.center if self.center else 0  # the positive code that is missing
+        last = 1 / self.center if self.center else 0  # codes reach -center, but only center - 1
         floats = self.with_range(w, -largest, largest * (1 - last))
         parts = {"codes": floats["codes"]}
-        for name in self.factor_names:
-            factors = self.factors.quantize(floats[name].abs())
-            parts |= {name: factors["codes"], f"{name}_unit": factors["scale"]}
+        for name in self.scale_names:
+            quantized = self.scale_format.quantize(floats[name].abs())
+            parts |= {name: quantized["codes"], f"{name}_unit": quantized["scale"]}
         return parts
 
     def times_unit(self, parts: dict[str, Tensor], name: str) -> Tensor:
         """Integers times their units (out, in / r)."""
-        return self.factors.dequantize({"codes": parts[name], "scale": parts[f"{name}_unit"]})
+        return self.scale_format.dequantize({"codes": parts[name], "scale": parts[f"{name}_unit"]})
 
     def group_scale(self, parts):
         return self.times_unit(parts, "scale")
@@ -375,6 +378,7 @@ class Mx(Packed):
         exponent = exponent.clamp(min=min_exponent)
         steps = torch.ldexp(size, self.mantissa - exponent).round()  # half to even
         code = (exponent - min_exponent) * 2**self.mantissa
+        # The implicit bit of a normal number, which `steps` has, adds 1 to its exponent's field.
         code = code + steps.to(torch.int32)
         sign = 2 ** (self.bits - 1)
         return code + x.signbit() * sign
@@ -453,7 +457,7 @@ FORMATS |= {
     "q8_0": Symmetric(8, 32, torch.float16, kernel="codes"),
     "q4_k": Int4(4, 32, torch.float32, center=0, kernel="int4"),
     "q5_k": KQuant(5),
-    "q6_k": KQuant(6, center=32, factors=Symmetric(8, 16, torch.float16)),
+    "q6_k": KQuant(6, center=32, scale_format=Symmetric(8, 16, torch.float16)),
     "fp8-g128": FP8_BLOCKS,
     "fp8-g128-float32": replace(FP8_BLOCKS, scale_dtype=torch.float32),
     "nvfp4": NvFp4(4, 16, mantissa=1, bias=1, max_element=6.0),
@@ -523,10 +527,11 @@ def quantize_tensor(
         name: torch.empty(shape, dtype=dtype, device=weight.device)
         for name, (shape, dtype) in format.shapes(*weight.shape).items()
     }
-    is_whole = format.scope == "matrix"
-    for rows in [slice(None)] if is_whole else row_chunks(*weight.shape):
+    needs_matrix = format.scope == "matrix"
+    for rows in [slice(None)] if needs_matrix else row_chunks(*weight.shape):
         w = weight[rows].float()
         check_finite(w)
+        # Only formats of scope "row_max" have this argument.
         limits = [] if row_max is None else [row_max[rows]]
         for name, part in format.quantize(w, *limits).items():
             parts[name][rows] = part
