@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from model import Block
 from weights import formats
-from weights.formats import FORMATS, Format, Int4, dequantize_tensor, quantize_tensor
+from weights.formats import FORMATS, Asymmetric, Format, dequantize_tensor, quantize_tensor
 from weights.linears import QuantizedLinear
 from weights.walker import replace_linears
 
@@ -49,7 +49,7 @@ BLOCK_COLUMNS = 128  # after so many columns, their errors are spread over all l
 
 def search_range(
     w: Tensor,
-    format: Int4,
+    format: Asymmetric,
     importance: Tensor | float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """(low, high) of each group (out, in / g), scaled by the factor of 1, 0.975, … 0.525 with the
@@ -79,10 +79,9 @@ def search_range(
 def gptq(
     w: Tensor,
     hessian: Tensor,
-    format: Int4,
+    format: Asymmetric,
 ) -> dict[str, Tensor]:
-    """Int4 parts of w (out, in) that keep w @ x for inputs x with the sum of x x^T = `hessian`
-    (in, in).
+    """Parts of w (out, in) that keep w @ x for inputs x with the sum of x x^T = `hessian` (in, in).
 
     Frantar et al., arXiv:2210.17323: columns are rounded one after the other, and the error of each
     is spread over the remaining ones by the inverse Hessian's Cholesky factor. The columns with the

@@ -47,7 +47,7 @@ from tests.conformance.formats import check_experts
 from tests.conformance.targets import V, hidden_states, pair, tiny
 from weights.cpu import PlainWeights
 from weights.experts import Stack
-from weights.formats import FORMATS, Format, Int4, Symmetric
+from weights.formats import FORMATS, Asymmetric, Format, Symmetric
 from weights.linears import KERNELS, QuantizedLinear
 
 # --------------------------------------------------------------------------------------- drafters
@@ -807,7 +807,7 @@ class Claims(OwnKernel):
 
 def with_own_kernel(monkeypatch, linear_class) -> Format:
     monkeypatch.setitem(KERNELS, "own", linear_class)
-    return Int4(4, 32, kernel="own")
+    return Asymmetric(4, 32, kernel="own")
 
 
 def test_a_kernel_of_ones_own_conforms_in_experts_too(monkeypatch):
@@ -832,7 +832,7 @@ def test_a_false_claim_of_equal_rows_is_refused(monkeypatch):
 
 def test_a_kernel_that_nobody_has_is_refused():
     with pytest.raises(AssertionError, match="'nope' is not in weights"):
-        check_format(Int4(4, 32, kernel="nope"))
+        check_format(Asymmetric(4, 32, kernel="nope"))
 
 
 def test_experts_of_wrong_codes_are_refused(monkeypatch):

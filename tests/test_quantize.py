@@ -186,13 +186,13 @@ def bound(format: Format, w: torch.Tensor, parts: dict) -> torch.Tensor | None:
     elif format.group and parts["scale"].dtype == torch.float16:
         # It rounds to nearest, and is 2^-24 apart below 6e-5.
         scale, zero = parts["scale"].float(), parts.get("zero", torch.zeros(1)).float()
-        largest = 15 if kind is formats.Int4 else format.max_code
+        largest = 15 if kind is formats.Asymmetric else format.max_code
         limit = scale / 2 + zero.abs() * 2**-11 + largest * (scale * 2**-11 + 2**-25) + 2**-25
         limit = limit.repeat_interleave(format.group, 1)
-    elif kind is formats.Int4 and format.center == 0:  # float32 rounds by 2^-24
+    elif kind is formats.Asymmetric and format.center == 0:  # float32 rounds by 2^-24
         limit = parts["scale"] / 2 * (1 + 2**-20) + parts["zero"].abs() * 2**-22
         limit = limit.repeat_interleave(format.group, 1)
-    elif kind is formats.Int4:
+    elif kind is formats.Asymmetric:
         scale, zero = parts["scale"].float(), parts["zero"].float()
         limit = (scale / 2 + zero.abs() * 2**-8).repeat_interleave(format.group, 1)
     elif kind is formats.Symmetric and format.code_dtype == torch.float8_e4m3fn:
@@ -1298,7 +1298,7 @@ FORKED = {
     "mxfp8": type("MirroredMx", (Mirrored, formats.Mx), {})(
         8, 32, mantissa=3, bias=7, max_element=448.0
     ),
-    "int4": type("MirroredInt4", (Mirrored, formats.Int4), {})(4, 32),
+    "int4": type("MirroredInt4", (Mirrored, formats.Asymmetric), {})(4, 32),
 }
 
 

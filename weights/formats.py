@@ -252,9 +252,9 @@ class Packed(Format):
 
 
 @dataclass(frozen=True)
-class Int4(Packed):
-    """A format of asymmetric groups, whose codes have 2 to 8 bits: w = (code - center) * scale +
-    zero, code in [0, max_code].
+class Asymmetric(Packed):
+    """Groups with a scale and a zero, in codes of 2 to 8 bits: w = (code - center) * scale + zero,
+    code in [0, max_code].
 
     |w - w'| <= scale / 2 + |zero| * 2^-8, scale <= (max - min) / max_code * (1 + 2^-7). Scale and
     zero are rounded before the codes are chosen. Only weights at the ends of a group can lie
@@ -287,7 +287,7 @@ class Int4(Packed):
 
 
 @dataclass(frozen=True)
-class KQuant(Int4):
+class KQuant(Asymmetric):
     """llama.cpp's Q5_K and Q6_K, whose scales and zeros are quantized too, after the codes are
     chosen. A group of 256 inputs consists of runs. A run has a scale and, if the format has no
     center, a zero: integers of 8 bits, times float16 units that the group shares. Zeros are stored
@@ -441,9 +441,9 @@ FP8_BLOCKS = Symmetric(
 )
 FORMATS: dict[str, Format] = {  # of SCHEMES, then of STORED_SCHEMES
     "int8": Int8(8, is_portable=True, kernel="int8"),
-    "int4-g32": Int4(4, 32, kernel="int4"),
-    "int4-g64": Int4(4, 64, kernel="int4"),
-    "int4-g128": Int4(4, 128, kernel="int4"),
+    "int4-g32": Asymmetric(4, 32, kernel="int4"),
+    "int4-g64": Asymmetric(4, 64, kernel="int4"),
+    "int4-g128": Asymmetric(4, 128, kernel="int4"),
     "fp8": Fp8(8, is_portable=True, kernel="codes"),
     "mxfp8": Mx(8, 32, mantissa=3, bias=7, max_element=448.0, kernel="mx"),  # E4M3
     "mxfp6": Mx(6, 32, mantissa=3, bias=1, max_element=7.5, kernel="mx"),  # E2M3
@@ -453,9 +453,9 @@ FORMATS |= {
     f"{name}-float32": replace(FORMATS[name], scale_dtype=torch.float32) for name in FLOAT32_SCHEMES
 }
 FORMATS |= {
-    "q4_1": Int4(4, 32, torch.float16, center=0, kernel="int4"),  # GGUF's
+    "q4_1": Asymmetric(4, 32, torch.float16, center=0, kernel="int4"),  # GGUF's
     "q8_0": Symmetric(8, 32, torch.float16, kernel="codes"),
-    "q4_k": Int4(4, 32, torch.float32, center=0, kernel="int4"),
+    "q4_k": Asymmetric(4, 32, torch.float32, center=0, kernel="int4"),
     "q5_k": KQuant(5),
     "q6_k": KQuant(6, center=32, scale_format=Symmetric(8, 16, torch.float16)),
     "fp8-g128": FP8_BLOCKS,
@@ -463,7 +463,7 @@ FORMATS |= {
     "nvfp4": NvFp4(4, 16, mantissa=1, bias=1, max_element=6.0),
 }
 FORMATS |= {
-    f"mlx{bits}-g{group}": Int4(
+    f"mlx{bits}-g{group}": Asymmetric(
         bits, group, torch.float32, center=0, kernel="int4" if bits == 4 else ""
     )
     for bits in MLX_BITS

@@ -17,7 +17,7 @@ from loading.models import random_model
 from loading.saving import save_model
 from tests.conformance.drafters import check
 from weights.experts import Stack
-from weights.formats import FORMATS, Format, Int4, dequantize_tensor, quantize_tensor
+from weights.formats import FORMATS, Asymmetric, Format, dequantize_tensor, quantize_tensor
 from weights.linears import KERNELS, QuantizedLinear
 from weights.walker import named_linears
 
@@ -330,7 +330,7 @@ def check_products(
     exact = dequantize_tensor(parts, scheme).double()
     zero = torch.zeros(1, 1)
     fmt = FORMATS[scheme]
-    has_kernel = isinstance(fmt, Int4) and fmt.kernel
+    has_kernel = isinstance(fmt, Asymmetric) and fmt.kernel
     if has_kernel and fmt.center == 0:  # its zero is moved to where the kernel wants it
         parts["zero"] = parts["zero"].float() + 8 * parts["scale"].float()
     if "zero" in parts and parts["zero"].dtype == torch.float32:
