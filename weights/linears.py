@@ -287,6 +287,11 @@ class Int8Linear(QuantizedLinear):
     gets x in float32, and elsewhere the codes are scaled in float32 before the product.
     """
 
+    def __init__(self, linear, scheme):
+        super().__init__(linear, scheme)
+        # Scales of products with the codes; None where another product is chosen.
+        self.register_buffer("kernel_scale", None, persistent=False)
+
     @property
     def reads_codes_on_cpu(self) -> bool:
         """aten's kernel reads full lanes of inputs; a kernel of digits reads large weights of any
@@ -303,22 +308,20 @@ class Int8Linear(QuantizedLinear):
             self.free("codes")
         elif on_cpu and self.in_features % KERNEL_LANES:
             super().prepack()
-        else:
+        elif on_cpu or self.dtype != torch.float16:  # on a GPU the sums of codes may overflow
             # Cast here: Inductor's lowering takes no scale that is computed inside the product.
             dtype = torch.float32 if self.dtype == torch.float16 else self.dtype
-            self.register_buffer("kernel_scale", self.scale.to(dtype), persistent=False)
+            self.kernel_scale = self.scale.to(dtype)
             if on_cpu:
                 threads = torch.get_num_threads()
                 row_split = find_row_split(cpu.int8_kernel_on_ones, dtype, ROW_COUNTS[:10], threads)
                 self.use_kernel(row_split, self.out_features)
 
     def product(self, x: Tensor) -> Tensor:
-        if not self.is_packed or self.packed is not None or self.is_fused(x):
+        if self.kernel_scale is None or self.is_fused(x):
             return super().product(x)
         if x.device.type == "cpu":
             return self.run_kernel(x.to(self.kernel_scale.dtype)).to(x.dtype)
-        if x.dtype == torch.float16:
-            return super().product(x)
         return F.linear(x, self.codes.to(x.dtype)) * self.kernel_scale
 
     def kernel(self, x: Tensor) -> Tensor:
