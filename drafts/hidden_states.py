@@ -44,8 +44,7 @@ class AuxHiddenStates(nn.Module):
     def __init__(self, B: int, S: int, like: Tensor):
         """For B rows of S positions; `like` (D,) has their dtype and device."""
         super().__init__()
-        zeros = like.new_zeros(B, S, len(like))
-        self.register_buffer("x", zeros, persistent=False)
+        self.register_buffer("x", like.new_zeros(B, S, len(like)), persistent=False)
 
     def update(self, x: Tensor, pos: Tensor) -> None:
         """Write x (B, T, D) at pos (B, T)."""
@@ -285,6 +284,14 @@ class HiddenStateSource(DraftSource):
 
     draft_class: type[HiddenStateDraft]
 
+    def __init__(self, origin, config: Config, options: LoadOptions):
+        if options.sharded:
+            raise UserError(
+                f"--draft_tp sharded: {origin.path} reads the target's hidden states, and every"
+                f" rank holds such a draft in full"
+            )
+        super().__init__(origin, config, options)
+
     def variants(self) -> list[tuple[str, DraftSource]]:
         choices = self.choices()
         variants = []
@@ -294,23 +301,14 @@ class HiddenStateSource(DraftSource):
             variants.append((json.dumps(keys)[1:-1], source))  # without the braces
         return variants
 
-    def __init__(self, origin, config: Config, options: LoadOptions):
-        if options.sharded:
-            raise UserError(
-                f"--draft_tp sharded: {origin.path} reads the target's hidden states, and every"
-                f" rank holds such a draft in full"
-            )
-        super().__init__(origin, config, options)
-
     def load(self, target: Transformer, tokenizer) -> HiddenStateDraft:
         """The drafter, in the target's dtype."""
-        checkpoint = self.origin
         like = target.norm.weight
         with torch.device("meta"):
             model = to_dtype(self.new_model(), like.dtype)
-        model.drop_unstored(checkpoint, target.config.vocab_size)
+        model.drop_unstored(self.origin, target.config.vocab_size)
         allocate(model, like.device)
-        model.fill(checkpoint, target.config)
+        model.fill(self.origin, target.config)
         if self.options.quantize:
             model = quantized_copy(model, self.options.quantize)
         return self.draft_class(model)

@@ -76,12 +76,14 @@ class HybridDraft(Drafter):
         """Does the first draft in this step? The module's docstring has the rule."""
         num_rows = second_expected.count(None)  # None: the second can draft for this row
         draft_length = memory.draft_length
-        if draft_length.fixed is not None:
-            promised = sum(sum(row[: draft_length.fixed]) for row in first_expected)
-            predicted = expected_tokens(draft_length.alpha, draft_length.fixed) - 1
+        fixed = draft_length.fixed
+        if fixed is not None:  # no K to choose: compare expected tokens
+            promised = sum(sum(row[:fixed]) for row in first_expected)
+            predicted = expected_tokens(draft_length.alpha, fixed) - 1
             return promised >= num_rows * predicted
         if num_rows == 0:
             return True
+        # Compare tokens for the cost of a plain step, each draft at its best K.
         k, first_rate = draft_length.best_for(first_expected)
         # `best_for` divides the rate of a round by MIN_GAIN, so the second's is divided too.
         second_rate = draft_length.best()[1] / MIN_GAIN

@@ -136,7 +136,7 @@ def config_from_hf(hf: dict) -> Config:
         "dtype": str(dtype).removeprefix("torch.") if dtype else None,
         "family": hf["model_type"],
     }
-    return Config(**(fields | family.fields | family.own_fields(hf, head_dim)))
+    return Config(**(fields | family.fields | family.own_fields(hf)))
 
 
 def scalar_fields(hf: Section, family: Family) -> dict:

@@ -174,8 +174,8 @@ class Family(NamedTuple):
     experts: Mapping[str, object] = {}
     fields: Mapping[str, object] = {}  # of model.Config, the same for all its models
     supported: Mapping[str, tuple] = {}  # key -> its supported values, besides null
-    # Computes fields of model.Config that no table has: (config.Section, head_dim) -> fields.
-    own_fields: Callable = lambda hf, head_dim: {}
+    # Computes fields of model.Config that no table has from a config.Section.
+    own_fields: Callable = lambda hf: {}
     text_models: tuple[str, ...] = ()  # of a wrapper: the model_types of its "text_config"
     # The key that turns a bias on, or whether there always is one.
     has_qkv_bias: str | bool = "attention_bias"
@@ -514,7 +514,7 @@ FAMILIES = {
         num_local_experts=8,
         num_experts_per_tok=2,
         router_norm=True,
-        own_fields=lambda hf, head_dim: {"shared_dim": hf.count("shared_intermediate_size")},
+        own_fields=lambda hf: {"shared_dim": hf.count("shared_intermediate_size")},
         names={
             "ffn.router": "block_sparse_moe.router",
             "ffn.shared.gate_up": "shared_mlp.input_linear",
@@ -880,7 +880,7 @@ FAMILIES = {
         norm_offset=1.0,
         norms_after=True,
         gelu=True,
-        own_fields=lambda hf, head_dim: {"embed_scale": math.sqrt(hf.size("hidden_size"))},
+        own_fields=lambda hf: {"embed_scale": math.sqrt(hf.size("hidden_size"))},
         sliding="by period",
         rope_theta=1e6,
         sliding_rope_type=1,
