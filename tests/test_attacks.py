@@ -475,11 +475,14 @@ def test_mutants_that_a_test_sees_are_killed(tmp_path):
         "exchanged branches",
         "swapped arguments",
     }
+    (tmp_path / "broken.py").write_text("def f(x):\n    return x < 1\n")
+    (tmp_path / "tests" / "test_broken.py").write_text("def test():\n    raise AssertionError\n")
     reports = []
-    tests = {"bounds.py": "bounds -k test"}
+    tests = {"broken.py": "broken -k test", "bounds.py": "bounds -k test"}
     results = mutate.measure(
         tmp_path, tests, workers=2, report=lambda results: reports.append(results["tried"])
     )
+    assert results["untestable"] == ["broken.py"] and results["files"]["broken.py"]["tried"] == 0
     # At x = low both branches give the same: the one mutant that is the same program.
     counts = results["files"]["bounds.py"]
     kinds = sorted(survivor.split(": ")[1] for survivor in counts.pop("survivors"))
