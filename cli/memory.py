@@ -17,8 +17,9 @@ from loading.quantization import choose_schemes
 from loading.target import Target
 from model import Config
 from tp import ALONE, Ranks
+from weights.linears import QuantizedLinear
 from weights.schemes import choose_head_scheme
-from weights.walker import quantized_linears
+from weights.walker import named_linears
 
 
 def check_memory(
@@ -72,7 +73,9 @@ def session_bytes(
             weights = sum(file.stat().st_size for file in checkpoint.files)
     for model in models:
         weights += sum(parameter.nbytes for parameter in model.parameters())
-        for linear in quantized_linears(model):
-            weights += linear.held_bytes(device.type) - linear.stored_bytes
+        for name, linear in named_linears(model):
+            is_stacked = "experts" in name and device.type != "cpu"  # from the stored parts
+            if isinstance(linear, QuantizedLinear) and not is_stacked:
+                weights += linear.held_bytes(device.type) - linear.stored_bytes
     per_position = cached_bytes(models, cache_class(options.engine.cache_type))
     return weights, per_position, models[0].config.max_seq_length

@@ -235,9 +235,9 @@ class Engine:
         may still write positions past its text."""
         request.finish_reason = reason
         request.status = Status.FINISHED
-        if request.slot is None:
+        if request in self.scheduler.waiting:
             self.scheduler.waiting.remove(request)
-        else:
+        if request.slot is not None:  # neither, if an interrupt came before it was put in line
             self.batch.park(request.slot.index)
             # At least what `padded_length` adds to a chunk.
             num_padding = max(PREFILL_CHUNK, self.runner.chunk) // 8

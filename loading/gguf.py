@@ -369,23 +369,24 @@ def map_tensors(infos: list[tuple], data: Tensor, alignment: int) -> dict[str, B
     tensors = {}
     begin = 0
     for name, shape, block_type, offset in infos:
+        label = f"tensor {one_line(name)}"
         if offset != begin:
             raise UserError(
-                f"tensor {name} has the offset {offset} instead of {begin}: fetch the file again"
+                f"{label} has the offset {offset} instead of {begin}: fetch the file again"
             )
         if name in tensors:
-            raise UserError(f"tensor {name} occurs twice: make the file again")
+            raise UserError(f"{label} occurs twice: make the file again")
         if not math.prod(shape or (0,)):
-            raise UserError(f"{DAMAGED}: tensor {name} of shape {list(shape)}")
+            raise UserError(f"{DAMAGED}: {label} of shape {list(shape)}")
         if shape[-1] % block_type.num_weights:
             raise UserError(
-                f"tensor {name} has rows of {shape[-1]} weights, which are no blocks of"
+                f"{label} has rows of {shape[-1]} weights, which are no blocks of"
                 f" {block_type.num_weights}: make the file again"
             )
         num_blocks = math.prod(shape) // block_type.num_weights
         end = begin + num_blocks * block_type.num_bytes
         if end > len(data):
-            raise UserError(f"the file ends inside tensor {name}: fetch it again")
+            raise UserError(f"the file ends inside {label}: fetch it again")
         num_rows = shape[0] if len(shape) > 1 else num_blocks
         tensors[name] = Blocks(block_type, shape, data[begin:end].view(num_rows, -1))
         begin = -(-end // alignment) * alignment

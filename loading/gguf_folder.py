@@ -277,7 +277,7 @@ def llama3_scaling(stored: Blocks, head_dim: int, theta: float) -> dict:
     is_between = (smooth > 0) & (smooth < 1)
     if is_between.any():
         lengths = (smooth * (high - low) + low) * wavelengths
-        length = round(float(lengths[is_between][0]))
+        length = float(lengths[is_between][0])
     expected = ((length / wavelengths - low) / (high - low)).clamp(0, 1)
     if not torch.allclose(expected, smooth, atol=1e-4):
         raise UserError(
@@ -289,7 +289,7 @@ def llama3_scaling(stored: Blocks, head_dim: int, theta: float) -> dict:
         "factor": factor,
         "low_freq_factor": low,
         "high_freq_factor": high,
-        "original_max_position_embeddings": length,
+        "original_max_position_embeddings": round(length),
     }
 
 

@@ -131,4 +131,4 @@ def short_repr(value: object) -> str:
 
 def refused(key: str, value: object, reason: str) -> UserError:
     """The error of a key's value in a file."""
-    return UserError(f"{key} = {short_repr(value)} {reason}")
+    return UserError(f"{one_line(key)} = {short_repr(value)} {reason}")

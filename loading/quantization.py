@@ -89,6 +89,6 @@ def refuse_other_schemes(
         )
     if head_scheme not in (None, head.scheme):
         raise UserError(
-            f"{path}: its head is stored in {head.scheme or 'full precision'}, not in"
-            f" {head_scheme}; use the original to change it"
+            f"{path}: its head is stored in {head.scheme or head.stored_type or 'full precision'},"
+            f" not in {head_scheme}; use the original to change it"
         )

@@ -539,6 +539,16 @@ def test_an_interrupted_step_ends_no_other_text_silently(folder_of, monkeypatch)
         list(tokens)
 
 
+def test_a_request_that_an_interrupt_kept_out_of_the_line_ends(folder_of, monkeypatch):
+    engine = Engine(load_model(folder_of("llama-3"), dtype=torch.float32), 1, 40)
+    want = list(engine.generate([[5, 6]], sampling=Sampling(0), max_new_tokens=5))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine.scheduler, "add", raiser(KeyboardInterrupt()))
+        list(engine.generate([[5, 6]], sampling=Sampling(0), max_new_tokens=5))
+    assert not engine.has_unfinished()
+    assert list(engine.generate([[5, 6]], sampling=Sampling(0), max_new_tokens=5)) == want
+
+
 def raiser(error: BaseException):
     def call(*arguments, **options):
         raise error

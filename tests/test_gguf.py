@@ -501,8 +501,16 @@ def test_scaling_that_is_not_llama_3s_is_refused(tmp_path):
         writer.add_float32("llama.rope.scaling.factor", 4.0)
         keys(writer)
 
+    def keys_of_a_huge_base(writer):
+        writer.add_float32("llama.rope.freq_base", 1e25)
+        divisors = numpy.array([1, 1, 1, 1, 1, 1, 8, 3], dtype=numpy.float32)
+        writer.add_tensor("rope_freqs.weight", divisors)
+
     file = write(tmp_path / "m.gguf", keys=keys)
     with pytest.raises(ValueError, match=r"m.gguf: rope_freqs.weight .*other numbers"):
+        load_config(file)
+    file = write(tmp_path / "huge.gguf", keys=keys_of_a_huge_base)
+    with pytest.raises(UserError, match=r"huge.gguf: .*not"):
         load_config(file)
     file = write(tmp_path / "two.gguf", keys=keys_of_two_scalings)
     with pytest.raises(ValueError, match=r"rope.scaling.type = 'yarn' next to rope_freqs.weight"):
@@ -1671,6 +1679,7 @@ def test_a_key_of_the_vocabulary_that_is_missing_is_named(tmp_path):
             "attention.temperature_scale = 1 is not supported; supported: only files without it",
         ),
         ("llama.a_key_of_next_year", 0, "llama.a_key_of_next_year = 0 is not supported"),
+        ("llama.a_key\nin_lines", 0, "llama.a_key in_lines = 0 is not supported"),
         ("phi3.rope.scaling.attn_factor", 2, "phi3.rope.scaling.attn_factor = 2"),
         ("granite.rope.scaling.finetuned", 0, "granite.rope.scaling.finetuned = 0"),
         ("granite.deepstack_mapping", 0, "granite.deepstack_mapping = 0"),

@@ -590,6 +590,8 @@ def test_a_folder_that_cannot_be_a_draft_is_refused_by_name(text_folder, tmp_pat
         check_draft(f"suffix:x,{text_folder}", target)
     with pytest.raises(ValueError, match=f"{tmp_path / 'none'}"):
         check_draft(f"suffix,{tmp_path / 'none'}", target)
+    with pytest.raises(ValueError, match=r"--draft suffix,: expected"):  # no folder, not this one
+        check_draft("suffix,", target)
     for second in ("suffix,mtp:some/dir", "ngram,mtp", "suffix,some/dir"):  # one first draft alone
         with pytest.raises(ValueError, match=second):
             check_draft(f"suffix,{second}", target)

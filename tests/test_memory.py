@@ -16,6 +16,7 @@ from cli.main import main as run
 from cli.memory import check_memory, session_bytes
 from cli.opening import open_llm
 from loading.checkpoint import load_model
+from loading.models import empty_model, same_schemes
 from loading.target import Target
 from tp import ALONE
 from weights.linears import QuantizedLinear
@@ -105,13 +106,37 @@ def test_int8_counts_as_held_where_no_kernel_reads_it(inputs):
 
 
 @pytest.mark.parametrize(
-    "outputs, dtype, copies", [(64, "bfloat16", 2), (64, "float16", 1), (60, "bfloat16", 1)]
+    "scheme, outputs, dtype, copied",
+    [
+        ("int4-g32", 64, "bfloat16", 64 * (96 // 2 + 3 * 4)),  # codes, scales and zeros in bfloat16
+        ("q4_k", 64, "bfloat16", 64 * (96 // 2 + 3 * 4)),  # stored in float32, copied in bfloat16
+        ("int4-g32", 64, "float16", 0),
+        ("int4-g32", 60, "bfloat16", 0),
+    ],
 )
-def test_int4_counts_twice_where_a_cuda_kernel_has_a_copy(outputs, dtype, copies):
+def test_int4_counts_with_the_copy_that_a_cuda_kernel_reads(scheme, outputs, dtype, copied):
     """Rows beyond the kernel's are multiplied with the stored parts."""
     linear = torch.nn.Linear(96, outputs, bias=False, dtype=getattr(torch, dtype))
-    quantized = QuantizedLinear.from_float(linear, "int4-g32")
-    assert quantized.held_bytes("cuda") == copies * quantized.stored_bytes
+    quantized = QuantizedLinear.from_float(linear, scheme)
+    assert quantized.held_bytes("cuda") == quantized.stored_bytes + copied
+
+
+def test_experts_count_once_on_a_gpu(tmp_path, monkeypatch):
+    """They are stacked from their stored parts, which no kernel copies."""
+    monkeypatch.setattr(cli.memory, "pick_dtype", lambda *_: torch.bfloat16)  # asks the GPU
+    config = json.loads((ROOT / "checkpoints/demo/config.json").read_text())
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "architectures": None}
+    config |= {"model_type": "mixtral", **experts}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    args = flags("--random_weights", file, "--quantize", "int4-g32", "--quantize_head", "none")
+    target = Target(args.model)
+    on_gpu, *_ = session_bytes(args, target, torch.device("cuda"), ALONE)
+    schemes = same_schemes(target.config, "int4-g32")
+    model = empty_model(target.config, torch.bfloat16, schemes)
+    stored = sum(parameter.nbytes for parameter in model.parameters())
+    attention = [linear for layer in model.layers for linear in quantized_linears(layer.attention)]
+    assert on_gpu == stored + sum(linear.stored_bytes for linear in attention)
 
 
 def test_an_eagle_draft_counts_with_its_file(tmp_path):

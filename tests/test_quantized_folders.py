@@ -1423,6 +1423,8 @@ def test_a_head_that_no_scheme_holds_exactly_is_said_to_load_as_plain_weights(tm
     assert model.layers[0].ffn.down.scheme == "int4-g128-float32"
     said = capsys.readouterr().err
     assert "load as plain weights" in said and "quantized again" not in said
+    with pytest.raises(ValueError, match="its head is stored in 8 bits, not in int8"):
+        load_model(tmp_path, dtype=torch.float32, head_scheme="int8")
 
 
 @pytest.mark.parametrize("key", ["dynamic", "extra_config"])

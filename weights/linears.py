@@ -52,7 +52,8 @@ class RowsLinear(RowKernel):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias, False)
-        # A CPU kernel's own copy of the weights. None in a packed Linear whose kernel reads parts.
+        # A CPU kernel's own form of the weights. None where the kernel reads parts, or where a
+        # subclass keeps its own.
         self.packed: PackedWeights | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -192,7 +193,8 @@ class QuantizedLinear(RowsLinear):
         return sum(part.nbytes for part in self.parts().values())
 
     def held_bytes(self, device_type: str) -> int:
-        """Bytes of weights that a packed Linear holds on a device."""
+        """Bytes of weights that a packed Linear holds on a device, or more: a CPU may hold a tied
+        head's codes in its kernel's form too."""
         if device_type != "cpu" or self.reads_codes_on_cpu:
             return self.stored_bytes
         expanded = self.out_features * self.in_features * self.dtype.itemsize
@@ -365,9 +367,12 @@ class Int4Linear(QuantizedLinear):
         return fits_tiles and self.dtype == torch.bfloat16
 
     def held_bytes(self, device_type: str) -> int:
-        """On a CUDA GPU some rows read the kernel's copy, and more rows the stored parts."""
+        """On a CUDA GPU few rows read the kernel's copy, and more rows the stored parts."""
         num_bytes = super().held_bytes(device_type)
-        return 2 * num_bytes if device_type == "cuda" and self.has_cuda_kernel else num_bytes
+        if device_type == "cuda" and self.has_cuda_kernel:
+            num_scales = 2 * self.scale.numel()  # and zeros, in the activations' dtype
+            num_bytes += self.codes.nbytes + num_scales * self.dtype.itemsize
+        return num_bytes
 
     def prepack(self):
         device = self.codes.device.type
