@@ -274,6 +274,8 @@ def test_what_cannot_be_divided_is_refused_with_both_numbers(folder_of, wide):
     for family, world, scheme, message in cases:
         with pytest.raises(ValueError, match=message):
             load_model(folder_of(family), tp=Ranks(0, world), quantize=scheme)
+        with pytest.raises(ValueError, match=message):
+            models.random_model(load_config(folder_of(family)), tp=Ranks(0, world), quantize=scheme)
     config = dataclasses.replace(load_config(folder_of("llama-3")), ffn_dim=97)
     with pytest.raises(ValueError, match=r"intermediate_size = 97 cannot be divided over 2 ranks"):
         tp.check_divisible(config, 2)
