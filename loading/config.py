@@ -87,8 +87,8 @@ class Section(dict):
         return bool(self.get(key))
 
     def entries(self, key: str, count: int, unit: str, allowed: tuple = ()) -> list:
-        """A list with a number, or one of the allowed values, for each of `count` units, such as
-        layers."""
+        """The list at `key`: an entry for each of `count` units, such as layers, out of `allowed`;
+        without `allowed` any entries, which the caller checks."""
         values = self.get(key)
         is_complete = isinstance(values, list) and len(values) == count
         if not is_complete or (allowed and not all(value in allowed for value in values)):
@@ -152,6 +152,7 @@ def scalar_fields(hf: Section, family: Family) -> dict:
     defaults = family.defaults | {"num_key_value_heads": n_heads, "head_dim": head_dim}
     fields = {}
     for key, field in FIELDS.items():
+        # Fields without neutral values are every family's; others are of those with a default.
         if field.name and (field.neutral is None or key in family.defaults):
             value = hf.read(key, field.kind, defaults.get(key))
             fields[field.name] = field.convert(value, head_dim)
@@ -212,24 +213,24 @@ def expert_fields(hf: Section, family: Family, n_layers: int) -> dict:
     """Config's fields of experts; none for a dense family."""
     if not family.experts:
         return {}
-    section = read_experts(hf, family.experts, n_layers)
+    experts = read_experts(hf, family.experts, n_layers)
     fields = {
-        field.name: section.read(key, field.kind)
+        field.name: experts.read(key, field.kind)
         for key, field in EXPERT_FIELDS.items()
-        if field.name and key in section
+        if field.name and key in experts
     }
     if fields["experts_per_token"] > fields["n_experts"]:
-        raise section.refused(
+        raise experts.refused(
             "num_experts_per_tok", f"is more than the number of experts, {fields['n_experts']}"
         )
     fields.setdefault("expert_dim", hf.size("intermediate_size"))
-    fields.setdefault("shared_dim", fields["expert_dim"] * section.count("n_shared_experts"))
-    return fields | {"sparse": sparse_layers(section, n_layers)}
+    fields.setdefault("shared_dim", fields["expert_dim"] * experts.count("n_shared_experts"))
+    return fields | {"sparse": sparse_layers(experts, n_layers)}
 
 
 def read_experts(hf: Section, defaults: Mapping[str, object], n_layers: int) -> Section:
     """The keys of experts that the family reads, by their names in EXPERT_FIELDS or LAYER_KEYS."""
-    section = Section()
+    experts = Section()
     for own_key, default in defaults.items():
         key = EXPERT_NAMES.get(own_key, own_key)
         for name in COUNT_NAMES.get(key, own_key).split():
@@ -237,27 +238,27 @@ def read_experts(hf: Section, defaults: Mapping[str, object], n_layers: int) -> 
             if isinstance(value, list) and key not in LAYER_KEYS:
                 # Hunyuan repeats a value for each layer; all must be equal.
                 value = hf.entries(name, n_layers, "layers", tuple(value[:1]))[0]
-            # A count may stand under several names if the values agree.
-            stored = Section({name: value})
+            # A Section of its own, so that messages have the file's own name.
+            found = Section({name: value})
             field = EXPERT_FIELDS.get(key)
             if value is not None and field and field.name:
-                stored.read(name, field.kind)  # a UserError has the file's own name
-            section[key] = section.agreed(key, stored, name)
-        if section[key] is None:
-            section[key] = default
-    return section
+                found.read(name, field.kind)  # for its UserError
+            experts[key] = experts.agreed(key, found, name)  # several names may hold it, if alike
+        if experts[key] is None:
+            experts[key] = default
+    return experts
 
 
-def sparse_layers(hf: Section, n_layers: int) -> tuple[bool, ...]:
-    """For each layer: is its feed-forward made of experts?"""
-    if hf.get("mlp_layer_types") is not None:
-        types = hf.entries("mlp_layer_types", n_layers, "layers", ("dense", "sparse"))
+def sparse_layers(experts: Section, n_layers: int) -> tuple[bool, ...]:
+    """For each layer: is its feed-forward made of experts? `experts`: as of read_experts."""
+    if experts.get("mlp_layer_types") is not None:
+        types = experts.entries("mlp_layer_types", n_layers, "layers", ("dense", "sparse"))
         return tuple(layer_type == "sparse" for layer_type in types)
-    dense = hf.get("mlp_only_layers") or []
+    dense = experts.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise hf.refused("mlp_only_layers", "must be null, or the numbers of layers")
-    dense = {*dense, *range(hf.count("first_k_dense_replace"))}
-    step = hf.size("decoder_sparse_step", 1)
+        raise experts.refused("mlp_only_layers", "must be null, or the numbers of layers")
+    dense = {*dense, *range(experts.count("first_k_dense_replace"))}
+    step = experts.size("decoder_sparse_step", 1)
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(n_layers))
 
 
@@ -381,6 +382,7 @@ def stored_rope(hf: Section, family: Family) -> tuple[Section, Section]:
     own."""
     name, stored = rope_object(hf, family)
     local = Section({"rope_theta": hf.get("rope_local_base_freq")})
+    # Two types of layers, neither None nor 0: v5 may have an object for each.
     if family.sliding_rope_type and "full_attention" in stored:
         sliding = stored.get("sliding_attention") or {}
         stored = stored["full_attention"]
@@ -395,8 +397,8 @@ def stored_rope(hf: Section, family: Family) -> tuple[Section, Section]:
 
 
 def read_rope_type(rope: Section, family: Family) -> str:
-    """The type of RoPE's object, one of ROPE_KEYS. UserError for another type, and for a key that
-    says nothing for this type.
+    """The type of RoPE's object, one of ROPE_KEYS, which `rope` then holds as rope_type. UserError
+    for another type, and for a key that the type does not accept.
 
     The key is `type` in older files, and some have both, one with an alias ("su") of the other's
     value. An object with a theta alone scales nothing."""

@@ -29,14 +29,14 @@ class Field(NamedTuple):
 
     gguf: str = ""  # llama.cpp's key, behind the architecture's name
     name: str = ""  # Config's field
-    kind: type = float  # int, float or bool
+    kind: type = float  # int, float or bool, where it has a name
     # What a family that does not read the key accepts besides null; (): nothing. None: any value,
     # because all families read it, or a dense one may ignore it.
     neutral: tuple | None = None
     convert: Callable = lambda value, head_dim: value
 
 
-# config.json's key -> what all models have
+# config.json's key -> Field(gguf, name, kind, neutral, convert), of models without experts or with.
 FIELDS = {
     "hidden_size": Field("embedding_length", "dim", int),
     "intermediate_size": Field("feed_forward_length", "ffn_dim", int),
@@ -66,25 +66,25 @@ FIELDS = {
         "", "qk_norm", bool, (False,), lambda is_normed, E: "heads" if is_normed else None
     ),
     "rope_local_base_freq": Field(neutral=()),
-    "qkv_bias": Field("", "", bool, (False,)),
+    "qkv_bias": Field(neutral=(False,)),
     # What no family reads yet.
     "alibi": Field("attention.max_alibi_bias", neutral=(False,)),
     "attn_logit_softcapping": Field("attn_logit_softcapping", neutral=()),
     "clip_qkv": Field("attention.clamp_kqv", neutral=()),
     "final_logit_softcapping": Field("final_logit_softcapping", neutral=()),
-    "is_causal": Field("attention.causal", "", bool, (True,)),
+    "is_causal": Field("attention.causal", neutral=(True,)),
     "n_group": Field("expert_group_count", neutral=(1,)),
-    "use_parallel_residual": Field("use_parallel_residual", "", bool, (False,)),
+    "use_parallel_residual": Field("use_parallel_residual", neutral=(False,)),
 }
 # The same for models with experts, which read those keys that their family names.
 EXPERT_FIELDS = {
     "num_experts": Field("expert_count", "n_experts", int, (0,)),
     "num_experts_per_tok": Field("expert_used_count", "experts_per_token", int),
     "moe_intermediate_size": Field("expert_feed_forward_length", "expert_dim", int),
-    "n_shared_experts": Field("expert_shared_count", kind=int, neutral=(0,)),
+    "n_shared_experts": Field("expert_shared_count", neutral=(0,)),
     "shared_expert_intermediate_size": Field(name="shared_dim", kind=int, neutral=(0,)),
-    "first_k_dense_replace": Field("leading_dense_block_count", kind=int, neutral=(0,)),
-    "decoder_sparse_step": Field("interleave_moe_layer_step", kind=int),
+    "first_k_dense_replace": Field("leading_dense_block_count", neutral=(0,)),
+    "decoder_sparse_step": Field("interleave_moe_layer_step"),
     "routed_scaling_factor": Field("expert_weights_scale", "routed_scale", float, (1,)),
     "norm_topk_prob": Field("expert_weights_norm", "router_norm", bool),
 }
@@ -174,7 +174,7 @@ class Family(NamedTuple):
     experts: Mapping[str, object] = {}
     fields: Mapping[str, object] = {}  # of model.Config, the same for all its models
     supported: Mapping[str, tuple] = {}  # key -> its supported values, besides null
-    # Computes fields of model.Config that no table has from a config.Section.
+    # config.Section -> fields of model.Config that no table has.
     own_fields: Callable = lambda hf: {}
     text_models: tuple[str, ...] = ()  # of a wrapper: the model_types of its "text_config"
     # The key that turns a bias on, or whether there always is one.
@@ -196,15 +196,18 @@ class Family(NamedTuple):
     # replaces Hugging Face's names alone.
     names: Mapping[str, str | tuple[str, str]] = {}
     prefixes: Mapping[str, str] = {}  # of names in the file -> of names in a text model
-    unused: tuple[str, ...] = ()  # prefixes of tensors that are not the text model's
+    # Prefixes of tensors that are not the text model's; {n_layers} is filled in.
+    unused: tuple[str, ...] = ()
     merged_experts: MergedExperts | None = None  # None: every expert has tensors of its own
     # llama.cpp's files:
     arch: str = ""  # "": there are none
     arch_key: str = ""  # among families of one architecture, what only this family's files hold
     permutes_heads: bool = False  # are the rows of q and k stored with RoPE's pairs as neighbours?
-    # Keys of the architecture in no table -> their supported values; None: any.
+    # The architecture's keys -> their supported values, before those of gguf_folder.supported_keys;
+    # None: any.
     gguf_keys: Mapping[str, tuple | None] = {}
-    # Returns keys of config.json, from a reader of the file's keys and the config.json so far.
+    # (get, hf) -> further keys of config.json, which win. `get` reads the file's keys, and `hf` is
+    # config.json as the tables make it.
     hf_keys: Callable = lambda get, hf: {}
 
 

@@ -196,16 +196,17 @@ def checked_source(
     config: Config,
     tensors: dict,
     layouts: Layouts,
-    spare: Iterable[str],
+    spare: Collection[str],
     as_stored: Callable[[object], Stored],
 ) -> Source:
-    """The Source of a folder, or a GGUF file, whose quantized matrices have these layouts. `spare`
-    is check_headers', `as_stored` a Folder's. UserError names a tensor or a setting that cannot be
-    read."""
+    """The Source of a folder, or a GGUF file, whose quantized matrices have these layouts. `spare`:
+    names that may be stored, whatever is expected; `as_stored`: plain tensor -> Stored. UserError
+    names a tensor or a setting that cannot be read."""
     tensors = {name: tensors[name] for name in tensors if not name.endswith(layouts.unused)}
     model = empty_model(config, torch.float32)
     plain = expected_tensors(config, model)  # as if nothing were quantized
     linears = [name for name, _ in named_linears(model)]
+    # The embedding too: a tied one may be stored as the quantized head.
     stacks = [stored_names(config, f"{name}.weight") for name in ("embed", *linears)]
     with error_prefix(path):
         matrices = find_matrices(layouts, tensors, plain, stacks, config.tie_embeddings)
@@ -235,7 +236,7 @@ def with_quantized(plain: dict[str, Expected], matrices: dict[str, Matrix]) -> d
 def drop_zeros(
     expected: dict[str, Expected], tensors: dict, matrices: Iterable[Matrix], parts: Iterable[str]
 ) -> None:
-    """Leave out tensors of zeros that some writers add to quantized matrices."""
+    """Delete from `tensors` those of zeros that some writers add to quantized matrices."""
     for m in matrices:
         for part in parts:
             name = f"{m.name}.{part}"
@@ -290,7 +291,7 @@ def stored_module(weight: str, tensors: dict, tied: bool) -> str:
 
 
 def stored_matrices(matrices: dict[str, Matrix]) -> dict[str, Stored]:
-    """Weight -> what is stored of it. All matrices of a layout have the same Fit."""
+    """Weight -> what is stored of it. Equal layouts, which are hashable, have one Fit."""
     matrices_by_layout = {}
     for m in matrices.values():
         matrices_by_layout.setdefault(m.layout, []).append(m)

@@ -73,7 +73,7 @@ ROPE_TENSORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 class GgufModel:
     """The files of a model, of which `path` is the first, with the interface of folder.Folder."""
 
-    index = MappingProxyType({})
+    index = MappingProxyType({})  # none: Checkpoint.spare_tensors is then empty
 
     def __init__(self, path: Path):
         self.path = path
@@ -141,6 +141,7 @@ def hf_config(model: GgufFile) -> dict:
     hidden_size = values.number("embedding_length")
     num_heads = values.number("attention.head_count")
     head_dim = values.number("attention.key_length", max(1, hidden_size // num_heads))
+    # Of a matrix that every model has; a quantized one says nothing, and bfloat16 is taken.
     dtype = tensors["blk.0.attn_output.weight"].block_type.dtype or torch.bfloat16
     # Defaults are llama.cpp's, which are not those of config.py.
     hf = {
@@ -173,42 +174,48 @@ def translate_keys(values: Entries, tensors: Mapping[str, Blocks], family: Famil
     """The keys that the family reads, under config.json's names. UserError for a key that is
     missing, that would change the arithmetic, or that is unknown."""
     own_names = {EXPERT_NAMES.get(key, key): key for key in family.experts}
-    hf_keys = {
+    hf_key_by_gguf = {
         field.gguf: own_names.get(key, key)
         for key, field in (FIELDS | EXPERT_FIELDS).items()
         if field.gguf
     }
-    supported_by_key = supported_keys(values, tensors, family, hf_keys)
+    supported_by_key = supported_keys(values, tensors, family, hf_key_by_gguf)
     hf = {}
     for key, value in values.items():
         is_unset = value == 0 and (type(value) is float or key in UNSET_AT_0)
-        if key in hf_keys and is_unset:
+        if key in hf_key_by_gguf and is_unset:
             continue  # llama.cpp reads this 0 as if the file did not have the key
         supported = supported_by_key.get(key, ())
         if supported is not None and value not in supported:
             choice = supported[0] if supported else "only files without it"
             reason = f"is not supported; supported: {choice}"
             raise refused(f"{family.arch}.{key}", value, reason)
-        if supported is None and key in hf_keys:
-            hf[hf_keys[key]] = value
+        if supported is None and key in hf_key_by_gguf:
+            hf[hf_key_by_gguf[key]] = value
     for key in REQUIRED.split():
-        values.number(key)
+        values.number(key)  # for its UserError
     return hf
 
 
 def supported_keys(
-    values: Entries, tensors: Mapping[str, Blocks], family: Family, hf_keys: Mapping[str, str]
+    values: Entries,
+    tensors: Mapping[str, Blocks],
+    family: Family,
+    hf_key_by_gguf: Mapping[str, str],
 ) -> dict[str, tuple | None]:
     """The architecture's keys -> their supported values; None: any."""
     # The keys of config.json that are not in `supported` may have any value.
     supported = supported_values(family, n_layers=0)
     supported_by_key = {
-        **{key: supported.get(hf_key) for key, hf_key in hf_keys.items()},
+        **{key: supported.get(hf_key) for key, hf_key in hf_key_by_gguf.items()},
         **dict.fromkeys(ANY_VALUE_KEYS.split()),
         **HARMLESS,
+        # A theta of windows, where the family has none, must be that of all layers.
         "rope.freq_base_swa": (values.get("rope.freq_base", 10000.0),),
+        # llama.cpp's numbers of sigmoid and softmax; 0: not set.
         "expert_gating_func": (2 if family.fields.get("router_sigmoid") else 1, 0),
     }
+    # Where rope_scaling reads these, any value will do.
     if "rope_factors_long.weight" in tensors:
         supported_by_key["rope.scaling.attn_factor"] = None
     if values.get("rope.scaling.type") == "yarn":
@@ -262,8 +269,8 @@ def llama3_scaling(stored: Blocks, head_dim: int, theta: float) -> dict:
     it. The low and high factors are taken to be the published ones."""
     exponents = torch.arange(0, head_dim, 2).double() / head_dim
     divisors = stored[:].double()  # (E / 2,)
-    if divisors.shape != exponents.shape:
-        raise UserError(f"rope_freqs.weight must hold {len(exponents)} numbers")
+    if divisors.shape != exponents.shape or not (divisors > 0).all():
+        raise UserError(f"rope_freqs.weight must hold {len(exponents)} positive numbers")
     factor = float(divisors.max())
     if (divisors == 1).all():
         return {"rope_type": "default"}
@@ -322,7 +329,7 @@ def hf_tensors(model: GgufFile) -> dict[str, Blocks]:
         if module == "ffn_gate_inp_shexp" or "moe_statics" in hf_name:
             shape = (1, blocks.shape[-1])
             blocks = replace(blocks, shape=shape, bytes=blocks.bytes.view(1, -1))
-        # Both names may stand for post_attention_layernorm; a file has one or the other.
+        # ffn_norm and post_attention_norm may both be post_attention_layernorm; a file has one.
         if module.endswith("norm") and hf_name in tensors:
             raise UserError(f"tensor {name!r} stands for {hf_name}, as another does")
         has_experts = "{}" in hf_name and len(blocks.shape) == (3 if part == ".weight" else 2)

@@ -25,6 +25,7 @@ def choose_schemes(
     choose_head_scheme. A fused one whose sources get different schemes has an entry for each
     ("layers.0.attention.qkv.2"). UserError names a `path` that is stored in another scheme."""
     near, _ = source.nearest
+    # "auto" follows `quantize`; a folder with a scheme keeps the head that it has.
     head_scheme = choose_head_scheme(None if source.scheme else quantize, head_choice)
     if source.scheme:
         refuse_other_schemes(source, path, quantize, head_scheme)
@@ -46,6 +47,7 @@ def choose_schemes(
 def plain_note(source: Source, schemes: Mapping[str, str | None]) -> str:
     """What a user should know of tensors that are stored quantized and load, with these schemes, as
     plain weights: no scheme holds them or what they are fused with, or they are an embedding."""
+    # By identity: one Stored may stand behind both the embedding and the head.
     quantized_ids = {
         id(tensor) for name, scheme in schemes.items() if scheme for tensor in source.of(name)
     }
@@ -81,12 +83,13 @@ def choose_parts(
 def refuse_other_schemes(
     source: Source, path: Path, quantize: str | None, head_scheme: str | None
 ) -> None:
-    (head,) = source.of("lm_head")
+    """UserError for schemes other than those in which the folder is stored."""
     if quantize not in (None, source.scheme):
         raise UserError(
             f"{path}: is stored in {source.scheme} and cannot be quantized to {quantize}; use the"
-            f" original"
+            " original"
         )
+    (head,) = source.of("lm_head")
     if head_scheme not in (None, head.scheme):
         raise UserError(
             f"{path}: its head is stored in {head.scheme or head.stored_type or 'full precision'},"

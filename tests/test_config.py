@@ -629,7 +629,7 @@ def test_each_key_that_a_file_leaves_out_is_transformers(model_type):
 
 @pytest.mark.parametrize("model_type", TEXT_TYPES)
 def test_a_family_has_defaults_for_keys_that_exist(model_type):
-    """llama_like takes any name for a key of config.json, a misspelt field of Config too."""
+    """transformers has them, or a table of ours."""
     hf = {**SIZES, "model_type": model_type, **OTHER_SIZES.get(model_type, {})}
     known = {*as_transformers_has_it(hf), *FIELDS, *NEUTRAL, "attention_bias", "no_rope_layers"}
     known |= {"sliding_window_pattern", "max_window_layers", "sliding_window"}

@@ -506,8 +506,14 @@ def test_scaling_that_is_not_llama_3s_is_refused(tmp_path):
         divisors = numpy.array([1, 1, 1, 1, 1, 1, 8, 3], dtype=numpy.float32)
         writer.add_tensor("rope_freqs.weight", divisors)
 
+    def keys_of_zeros(writer):
+        writer.add_tensor("rope_freqs.weight", numpy.zeros(8, dtype=numpy.float32))
+
     file = write(tmp_path / "m.gguf", keys=keys)
     with pytest.raises(ValueError, match=r"m.gguf: rope_freqs.weight .*other numbers"):
+        load_config(file)
+    file = write(tmp_path / "zeros.gguf", keys=keys_of_zeros)
+    with pytest.raises(UserError, match=r"zeros.gguf: rope_freqs.weight must hold 8 positive"):
         load_config(file)
     file = write(tmp_path / "huge.gguf", keys=keys_of_a_huge_base)
     with pytest.raises(UserError, match=r"huge.gguf: .*not"):

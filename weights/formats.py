@@ -102,7 +102,7 @@ def divisor(scale: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Format:
     """A stored form of weights (out, in). `group`: inputs that share a scale; 0: all inputs of a
-    row. A subclass has code_dtype and scale_dtype, the types of stored codes and scales."""
+    row. The default `shapes` reads code_dtype and scale_dtype, the types of codes and scales."""
 
     bits: int
     group: int = 0
@@ -185,9 +185,7 @@ class Symmetric(Format):
     """A format of codes up to `max_code`, w = code * scale, with a scale per row or group.
 
     In groups of int8 codes |w - w'| <= scale / 2 + 127 * 2^-11 * scale, the second term by rounding
-    a float16 scale. Where a block of r rows and g inputs of E4M3 elements shares a scale, each of
-    the r rows stores a copy of it, so that rows can be stacked and sharded anywhere; there is then
-    one stored scale for every g weights.
+    a float16 scale.
     """
 
     scope = "groups"
@@ -324,8 +322,9 @@ class KQuant(Asymmetric):
         """A run's range surrounds 0, so that with a center its zero is 0."""
         w = self.grouped(w)
         largest = w.abs().amax(-1)  # (out, in / r)
-        last = 1 / self.center if self.center else 0  # codes reach -center, but only center - 1
-        floats = self.with_range(w, -largest, largest * (1 - last))
+        # Codes reach -center but only center - 1, so the range above 0 is a step shorter.
+        missing_step = 1 / self.center if self.center else 0
+        floats = self.with_range(w, -largest, largest * (1 - missing_step))
         parts = {"codes": floats["codes"]}
         for name in self.scale_names:
             quantized = self.scale_format.quantize(floats[name].abs())
@@ -423,7 +422,7 @@ class NvFp4(Mx):
         group_max = w.abs().amax(-1)  # (out, in / 16)
         if row_max is None:
             row_max = group_max.amax(1)
-        # (out,), replaced by 1 below where a tiny row_max would overflow.
+        # (out,). A tiny row_max overflows here; the next line puts 1 in its place.
         global_scale = self.max_element * Fp8.max_code / row_max
         global_scale = torch.where(row_max > 1e-30, global_scale, 1.0)
         scale = group_max * global_scale[:, None] / self.max_element
@@ -436,6 +435,8 @@ class NvFp4(Mx):
         return from_e4m3(parts["scale"]) / parts["global_scale"][:, None]
 
 
+# A block of r rows and g inputs shares a scale. Each row stores a copy of it, so that rows can be
+# stacked and sharded anywhere: one stored scale for every g weights.
 FP8_BLOCKS = Symmetric(
     8, 128, code_dtype=torch.float8_e4m3fn, max_code=448, ragged=True, kernel="codes"
 )
@@ -558,6 +559,7 @@ def by_chunks(
         return convert(parts).to(dtype)
     codes = parts["codes"]
     result = None
+    # Bytes of codes stand for columns, whose number the parts do not tell.
     for rows in row_chunks(len(codes), codes[0].nbytes):
         chunk = convert({name: part[rows] for name, part in parts.items()})
         if result is None:

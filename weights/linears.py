@@ -160,7 +160,7 @@ class QuantizedLinear(RowsLinear):
 
     @staticmethod
     def empty_like(linear: "nn.Linear | QuantizedLinear", scheme: str) -> "QuantizedLinear":
-        """Of the class with the scheme's kernel."""
+        """Of the class with the scheme's kernel, whichever class this is called on."""
         return KERNELS.get(format_of(scheme).kernel, QuantizedLinear)(linear, scheme)
 
     @classmethod
@@ -193,8 +193,8 @@ class QuantizedLinear(RowsLinear):
         return sum(part.nbytes for part in self.parts().values())
 
     def held_bytes(self, device_type: str) -> int:
-        """Bytes of weights that a packed Linear holds on a device, or more: a CPU may hold a tied
-        head's codes in its kernel's form too."""
+        """Bytes of weights that a packed Linear holds on a device, at least: a CPU may hold a tied
+        head's codes twice, the second time in its kernel's form."""
         if device_type != "cpu" or self.reads_codes_on_cpu:
             return self.stored_bytes
         expanded = self.out_features * self.in_features * self.dtype.itemsize
@@ -310,7 +310,8 @@ class Int8Linear(QuantizedLinear):
             self.free("codes")
         elif on_cpu and self.in_features % KERNEL_LANES:
             super().prepack()
-        elif on_cpu or self.dtype != torch.float16:  # on a GPU the sums of codes may overflow
+        elif on_cpu or self.dtype != torch.float16:
+            # Not float16 on a GPU, where sums of codes may overflow: `product` unpacks there.
             # Cast here: Inductor's lowering takes no scale that is computed inside the product.
             dtype = torch.float32 if self.dtype == torch.float16 else self.dtype
             self.kernel_scale = self.scale.to(dtype)
@@ -394,7 +395,7 @@ class Int4Linear(QuantizedLinear):
         self.register_buffer("packed_codes", packed, persistent=False)
 
     def pack_for_cpu(self) -> None:
-        """Free the stored parts, too."""
+        """Pack the codes for aten's kernel, with padded outputs, and free the stored parts."""
         num_outputs = math.ceil(self.out_features / 16) * 16
         self.pack_scales(num_outputs)
         if self.scheme in SCHEMES and cpu.reads_int8_faster(self.out_features * self.in_features):
@@ -409,11 +410,11 @@ class Int4Linear(QuantizedLinear):
         codes = torch.zeros(num_outputs, self.in_features, dtype=torch.int32)
         for rows in row_chunks(*self.codes.shape):
             codes[: self.out_features][rows] = formats.unpack_bits(self.codes[rows], 4)
-        order = cpu.int4_order()
-        self.has_slices = order is not None and num_outputs % len(order) == 0
         self.free(*self.parts())
         packed = cpu.pack_int4(codes)
         self.register_buffer("packed_codes", packed, persistent=False)
+        order = cpu.int4_order()
+        self.has_slices = order is not None and num_outputs % len(order) == 0
 
     def pack_scales(self, num_outputs: int) -> None:
         """Scales and zeros as the kernels take them, of as many outputs."""
