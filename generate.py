@@ -5,8 +5,8 @@ upon a time"`.
     LLM                     a folder's model and tokenizer: text, chats and batches, with stop
                             strings and drafts
 
-Read `decode` first. The rest does the same for many requests, faster: decoding/engine.py gives the
-same tokens for many prompts at a time, drafted or compiled, without waiting for each token.
+Read `decode` first. `LLM` gives the same tokens by way of an engine (decoding/engine.py), faster:
+many prompts at a time, drafted or compiled, without waiting for each token.
 model.py has the arithmetic, decoding/sampling.py the choice of a token, loading/ reads weights and
 tokenizers, speculative.py drafts. Run as a program, this file hands over to cli/.
 """
@@ -58,27 +58,27 @@ def decode(
 ) -> Iterator[int]:
     """Prefill the prompt, then decode one token a step: yields new ids up to a stop id, which comes
     last, or up to max_new_tokens. logits_processor(logits (1, 1, V), tokens (1, S), pos (1, 1))
-    returns the logits that the token after `pos` is drawn from. UserError for a prompt that is
-    empty or does not fit into the model's context."""
-    from decoding.runner import ModelRunner  # here: `import generate` loads no engine
+    returns the logits that the token after `pos` is drawn from. UserError, on the first `next`, for
+    what validation.check_request refuses, and later for logits that are not finite."""
+    from decoding.runner import ModelRunner  # here, so that `import generate` stays quick
 
     prompt = list(prompt)
     stop_ids = validation.check_request(model, prompt, max_new_tokens, sampling, seed, stop_ids)
-    prompt = [int(id) for id in prompt]
+    prompt = [int(id) for id in prompt]  # 5.0 passes the check, but is no index
     device = model.norm.weight.device
     max_length = len(prompt) + int(max_new_tokens)
     # The caches, and the shapes of passes that round as the engine's do.
     runner = ModelRunner(model, 1, max_length, cache_type=cache_type)
     seeds = torch.tensor([int(seed)], device=device)  # (1,)
-    text = torch.tensor([prompt], device=device)  # (1, S) all tokens so far
-    h = runner.prefill(text, 0, len(prompt))  # (1, T, D)
+    tokens = torch.tensor([prompt], device=device)  # (1, S) all so far
+    h = runner.prefill(tokens, 0, len(prompt))  # (1, T, D)
     for length in range(len(prompt), max_length):
-        # `length` tokens so far, which is the position of the next one, too.
+        # The newest token is at length - 1; the next one will be at `length`.
         pos = torch.tensor([length - 1], device=device)  # (1,) of the newest token
         logits = model.head(h[:, -1])  # (1, V)
-        logits = penalize_text(logits, text, len(prompt), sampling)  # (1, V)
-        if logits_processor is not None:
-            logits = process(logits_processor, logits[:, None], text, pos[None])[:, 0]  # (1, V)
+        logits = penalize_text(logits, tokens, len(prompt), sampling)  # (1, V)
+        if logits_processor is not None:  # it takes logits (B, T, V): here B = T = 1
+            logits = process(logits_processor, logits[:, None], tokens, pos[None])[:, 0]  # (1, V)
         # The random number is a hash of the seed and the token's position, without a generator.
         token = sampling.sample(logits, uniform(seeds, pos + 1))  # (1,)
         id = token.item()
@@ -87,7 +87,7 @@ def decode(
         yield id
         if id in stop_ids or length + 1 == max_length:
             return
-        text = torch.cat((text, token[:, None]), dim=1)  # (1, S + 1)
+        tokens = torch.cat((tokens, token[:, None]), dim=1)  # (1, S + 1)
         h = model.hidden(token[:, None], pos + 1, runner.slice_to(length + 1))  # (1, 1, D)
 
 

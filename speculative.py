@@ -72,14 +72,12 @@ def speculate(
             target, prompt, max_new_tokens, sampling, seed, stop_ids
         )
         validation.check_count("k", k, 1)
+        target = ModelRunner(target, 1, len(prompt) + int(max_new_tokens), slack=k + 1)
+    model = target.model
     end = len(prompt) + int(max_new_tokens)
-    runner = target
-    if isinstance(target, Transformer):
-        runner = ModelRunner(target, 1, end, slack=k + 1)
-    model = runner.model
     text = Text(prompt, sampling, int(seed), end + k, model.norm.weight.device)
     # The prompt decides the first token, as in `decode`.
-    h = runner.prefill(text.tokens, 0, len(prompt))  # (1, T, D)
+    h = target.prefill(text.tokens, 0, len(prompt))  # (1, T, D)
     p = sampling.probs(model.head(h[:, -1:]))  # (1, 1, V)
     decided = draw(p, text.noise(text.pos[:, None] + 1))  # (1, 1)
     while True:
@@ -93,18 +91,17 @@ def speculate(
         pos = text.pos[:, None] + torch.arange(k + 1, device=text.pos.device)  # (1, K + 1)
         last = text.tokens.gather(1, pos[:, :1])  # (1, 1)
         tokens = torch.cat((last, draft_tokens), dim=1)  # (1, K + 1)
-        p = sampling.probs(model(tokens, pos, runner.slice_to(text.length + k)))  # (1, K + 1, V)
-        # ACCEPT n of them, and the token that follows.
+        p = sampling.probs(model(tokens, pos, target.slice_to(text.length + k)))  # (1, K + 1, V)
+        # ACCEPT the first n, and draw the token that follows. `block` decides about all k at once.
         noise = (text.noise(pos[:, 1:], ACCEPT), text.noise(pos + 1))  # (1, K), (1, K + 1)
-        # All k together: see block_acceptance.
         n, token = accept(draft_tokens, q, p, noise=noise, block=True)  # (1,), (1,)
         decided = torch.cat((draft_tokens[:, :n], token[:, None]), dim=1)  # (1, n + 1)
 
 
 class Plan(NamedTuple):
-    """What a step asks of a drafter: k tokens for every row. No row has more than `length` decided
-    tokens. `requests`: (row, request) pairs of an engine's rows that draft, none while it warms
-    up."""
+    """What a step asks of a drafter: k tokens for every row. `length`: no row has more decided
+    tokens. `requests`: the (row, scheduler.Request) pairs that draft; none in `speculate`, and
+    while an engine warms up or calibrates."""
 
     k: int
     length: int
@@ -112,8 +109,9 @@ class Plan(NamedTuple):
 
 
 class Text:
-    """A batch of one row, for `speculate` and its drafter. Tokens, positions and noise have the
-    names that they have in decoding.batch.Batch, so a drafter that reads no more serves both."""
+    """A batch of one row, for `speculate` and its drafter. `tokens`, `pos`, `seed`, `values`,
+    `sampling_path` and `noise` are named as in decoding.batch.Batch, so a drafter that reads
+    nothing else serves both."""
 
     def __init__(
         self,
@@ -204,13 +202,13 @@ def block_acceptance(
         factor = factors[-1] * ratio_of_token
         factors.append(factor.clamp(max=1))
     factors = torch.stack(factors, dim=1)  # (B, K + 1)
-    # With f the factor of i tokens: rest = sum over the next token of max(0, f * p - q), and
-    # h = rest / (rest + 1 - f).
-    inner = factors[:, 1:K]  # (B, K - 1)
-    excess = inner[..., None] * p[:, 1:K] - q[:, 1:].nan_to_num()  # (B, K - 1, V)
+    # h of i < K tokens, with f their factor: rest / (rest + 1 - f), where rest is the sum of
+    # max(0, f * p - q) over the next token. Nothing is drafted after all K, and h is f.
+    f = factors[:, 1:K]  # (B, K - 1) for i = 1 to K - 1
+    excess = f[..., None] * p[:, 1:K] - q[:, 1:].nan_to_num()  # (B, K - 1, V)
     rest = excess.clamp(min=0).sum(dim=-1)  # (B, K - 1)
-    rest = torch.where(rest.isnan(), inner, rest)  # p is NaN there: tokens before it may be kept
-    total_mass = rest + 1 - inner
+    rest = torch.where(rest.isnan(), f, rest)  # p is NaN there: tokens before it may be kept
+    total_mass = rest + 1 - f
     h = torch.where(total_mass == 0, 1, rest / total_mass)
     h = torch.cat((h, factors[:, K:]), dim=1)  # (B, K)
     return h, factors
@@ -243,7 +241,6 @@ def accept(
     drafted = draft_tokens[..., None]  # (B, K, 1)
     p_drafted = p[:, :K].gather(2, drafted)[..., 0]  # (B, K)
     q_drafted = q.gather(2, drafted)[..., 0]  # (B, K)
-    factor = 1.0
     if block and K > 0:
         h, factors = block_acceptance(p_drafted, q_drafted, p, q)
         length = torch.arange(1, K + 1, device=p.device)
@@ -251,8 +248,10 @@ def accept(
         n = passing.amax(dim=1)  # (B,) the longest block
         factor = factors.gather(1, n[:, None])  # (B, 1)
     else:
-        n = count_kept(to_accept < acceptance(p_drafted, q_drafted))  # never at 0: noise is >= 0
-    p, q, to_draw = after_kept(n, p, q, to_draw)
+        # `<` and not `<=`: noise may be 0, and a token of acceptance 0 must never be kept.
+        n = count_kept(to_accept < acceptance(p_drafted, q_drafted))  # (B,)
+        factor = 1.0
+    p, q, to_draw = after_kept(n, p, q, to_draw)  # (B, V), (B, V), (B,)
     return n, draw(residual(p, q, factor), to_draw)
 
 
@@ -268,8 +267,8 @@ def after_kept(
     q: Tensor,
     to_draw: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """p and q (B, V) and the number (B,) of the token after the first n (B,) drafted ones, of those
-    that `accept` has for all positions. q is 0 after K acceptances."""
+    """Of p (B, K + 1, V), q (B, K, V) and to_draw (B, K + 1) what belongs to the token after the
+    first n (B,) drafted ones: p and q (B, V), and its random number (B,). q is 0 after all K."""
     row = torch.arange(len(n), device=p.device)
     q = F.pad(q, (0, 0, 0, 1))  # (B, K + 1, V)
     return p[row, n], q[row, n], to_draw[row, n]
@@ -322,20 +321,20 @@ def decide(
     # its position.
     to_draw = batch.noise(pos + 1)  # (B, K + 1)
     if draft_tokens is None:
-        decided = sample(processed, batch.sampling_path, batch.values, to_draw)  # (B, 1)
-        decided = batch.broadcast(decided)
+        tokens = sample(processed, batch.sampling_path, batch.values, to_draw)  # (B, 1)
+        tokens = batch.broadcast(tokens)
         n = None
         batch.num_drafted.zero_()
         batch.accepted.zero_()
     else:
-        p = distribution(processed, batch.sampling_path, batch.values)
+        p = distribution(processed, batch.sampling_path, batch.values)  # (B, K + 1, V)
         # The numbers that accept or reject are this round's own: those past the last accepted token
         # took part in the decision too, so using them again would bias the text.
         noise = (batch.noise(pos[:, 1:], ACCEPT), to_draw)  # (B, K), (B, K + 1)
-        n, decided = verify(batch, p, noise, draft_tokens, draft_probs)  # (B,), (B, K + 1)
+        n, tokens = verify(batch, p, noise, draft_tokens, draft_probs)  # (B,), (B, K + 1)
     if records_logprobs:
-        batch.record_logprobs(logits, processed, decided, draft_probs)
-    batch.commit(decided, n)
+        batch.record_logprobs(logits, processed, tokens, draft_probs)
+    batch.commit(tokens, n)
 
 
 def verify(
@@ -357,7 +356,7 @@ def verify(
     else:
         n, token = rule.accept(draft_tokens, draft_probs, p, noise)  # (B,), (B,)
         overlap = rule.expected(p[:, :K], draft_probs)  # (B, K)
-    is_drafted = draft_probs.amax(dim=-1) != 0  # (B, K) with NaN too, which is then rejected
+    is_drafted = draft_probs.amax(dim=-1) != 0  # (B, K) NaN too: it counts as drafted and rejected
     num_drafted = (is_drafted & ~batch.done[:, None]).sum(dim=1)  # (B,)
     # All ranks take rank 0's decision, in one broadcast: (B, K + 3) float32 holds ids below 2^24.
     decision = torch.cat((n[:, None], num_drafted[:, None], token[:, None], overlap), dim=1)
@@ -369,4 +368,5 @@ def verify(
     n = n.long()  # (B, 1)
     token = token.long()  # (B, 1)
     tokens = torch.cat((draft_tokens, token), dim=1)  # (B, K + 1)
+    # `token` takes the place of the first rejected one, or stands after all K, where it is already.
     return n[:, 0], tokens.scatter(1, n, token)

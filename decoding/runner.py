@@ -1,10 +1,13 @@
 """A model with its caches: how a prompt runs, and how far a step attends.
 
-ModelRunner     a model and caches of B rows and S positions;  target_runner makes an engine's
-cache_class     the class of caches that EngineOptions name
-Rows            a range of slots as a batch
-slot_tensors    views of a slot's positions in all caches;  copy_positions  copies them to another
-                slot;  clear_positions  empties them
+ModelRunner         a model and caches for B rows
+target_runner       that of an engine
+cache_class         the class of caches that EngineOptions name
+padded_length       the length to which a prompt's chunk is padded
+Rows                a range of slots as a batch
+slot_tensors        views of a slot's positions in all caches
+copy_positions      copies them to another slot
+clear_positions     empties them
 """
 
 import copy
@@ -29,7 +32,9 @@ PREFILL_CHUNKS = {"cuda": 2048}
 
 class ModelRunner:
     """A model with its own caches of B rows, or on `layers` of another runner's. It chooses the
-    shapes in which prompts and steps run, for an engine and for generate.decode.
+    shapes in which prompts and steps run, for an engine and for generate.decode. K is the number of
+    tokens that a round drafts (speculative.py), 0 in plain decoding. A slot is parked while no step
+    decodes it: it has no text, or its prompt still runs.
 
         max_seq_length  positions of a text
         slack           K + 1: a round may draft K positions past a text's end; for_draft adds more.
@@ -38,9 +43,9 @@ class ModelRunner:
         S               positions that a query may see: max_seq_length + slack - 1, rounded up for
                         the padding of a prompt's last chunk, then to a length at which all passes
                         round alike
-        S + slack       positions of the caches; parked rows (those without a text) write from S on
+        S + slack       positions of the caches; parked rows write from S on
         compile         are steps compiled?
-        compile_prompts is prefill?
+        compile_prompts are passes over prompts?
         cache_type      the class of the caches
 
     With 100 positions, K = 3 and attention in multiples of 16, slack is 4, S is 103 rounded up to
@@ -74,14 +79,15 @@ class ModelRunner:
         length = max_seq_length + slack - 1  # a round may run past the end of a text
         # Each bucket of attended lengths then has its own graph.
         self.uses_cuda_graphs = compile and self.device.type == "cuda"
-        # Only where several multiples of CHUNK are possible from MIN_KEYS on: Dynamo refuses one.
+        # Beyond MIN_KEYS, so that several multiples of CHUNK are possible from there on: Dynamo
+        # would make a single one a constant, and refuse that.
         is_split = self.uses_cuda_graphs and length > MIN_KEYS and has_efficient_kernel(E, weight)
         heads = Heads(B, G, H // G, E, weight.dtype, model.config.sinks)
         threads = torch.get_num_threads()
         multiples = invariant_multiples(cache_type.kernel, heads, self.device, threads)
         self.attends_alike = multiples is not None  # does a query have the same bits in every pass?
         row_multiple, self.length_multiple = multiples or (1, CHUNK if is_split else 16)
-        # The last chunk of a prompt has room for its padding, whatever the length is.
+        # Where the padding of the longest prompt's last chunk ends.
         num_full = (length - 1) // self.chunk * self.chunk
         padded_end = num_full + padded_length(length - num_full)
         self.S = round_up_length(padded_end, self.length_multiple)
@@ -109,21 +115,22 @@ class ModelRunner:
             self.B,
             self.caches.max_seq_length,
             self.slack + num_scratch,
-            self.compile,
-            self.compile_prompts,
-            layers,
-            self.draft_cache_type if layers is None else self.cache_type,
+            compile=self.compile,
+            compile_prompts=self.compile_prompts,
+            layers=layers,
+            cache_type=self.draft_cache_type if layers is None else self.cache_type,
         )
 
     def row_view(self, begin: int, end: int) -> "ModelRunner":
-        """The runner of rows [begin, end)."""
+        """A runner on rows [begin, end) of the caches. Its `B` is still that of all rows."""
         view = copy.copy(self)
         view.caches = self.caches.row_view(begin, end)
         return view
 
     def bucket_length(self, length: int) -> int:
-        """`length` rounded up: to that of a CUDA graph where steps are replayed, else to the next
-        multiple of length_multiple, at which passes round alike if attends_alike."""
+        """How far a step attends that fills `length` positions, at most S: to the next multiple of
+        length_multiple, at which passes round alike if attends_alike. CUDA graphs, one for each
+        length, are few: theirs are powers of two from 256 on, and S."""
         if self.uses_cuda_graphs:
             length = max(256, 1 << (length - 1).bit_length())
         return min(round_up_length(length, self.length_multiple), self.S)
@@ -211,7 +218,7 @@ class Rows(NamedTuple):
     target: ModelRunner
     drafter: object  # drafts.base.Drafter, or None
 
-    @torch.inference_mode(False)
+    @torch.inference_mode(False)  # plain tensors, which any later code may write to
     def view(self, begin: int, end: int) -> "Rows":
         """Rows [begin, end) of these: views of their tensors."""
         drafter = None if self.drafter is None else self.drafter.row_view(begin, end)
@@ -221,7 +228,7 @@ class Rows(NamedTuple):
 
 def slot_caches(runners: Sequence[ModelRunner]) -> dict[str, nn.Module]:
     """Name -> cache: that of each layer of these runners, and the hidden states that a draft reads
-    from its target."""
+    from its target. The draft's runner holds the same states as the target's: one name for both."""
     caches = {}
     for i, runner in enumerate(runners):
         for layer, cache in enumerate(runner.caches.layers):

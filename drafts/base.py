@@ -1,11 +1,13 @@
 """What a drafter is: it proposes K tokens for every row, and says what it drew them from.
 
     Draft               K tokens of every row, and what they were drawn from
-    Drafter             the interface of a drafter;  propose  its draft for a step
+    Drafter             the interface of a drafter
+    propose             what an engine calls: a checked draft, or fillers without a drafter
     ModelDraft          a second model with its own cache, or part of the target on the target's
-                        cache;  ParallelDraft  one that drafts in one pass
+    ParallelDraft       a ModelDraft that drafts in one pass
     CustomDraft         any object with `propose`
-    DraftSource         a draft that was checked and is not loaded yet, with its LoadOptions
+    DraftSource         a draft that was checked and is not loaded yet
+    LoadOptions         how it will be loaded
 
 speculative.py verifies what drafters propose, and decoding/engine.py asks for it.
 """
@@ -59,10 +61,9 @@ class Drafter(nn.Module):
     max_k = math.inf  # tokens of a round
     # Requests whose texts have this many tokens or more do not take its draft.
     max_positions = math.inf
-    # How many of the latest decided tokens a round's first pass runs through the drafter's own
-    # cache. The newest is in no cache yet. Those before it may be missing there after a round, or
-    # were computed from other inputs: from masks, or from the draft's own states. 0: the drafter
-    # has no cache of its own, and prompts do not run through it.
+    # The drafter's own cache may lack the latest decided tokens, or hold them computed from other
+    # inputs: from masks, or from the draft's own states. So a round's first pass runs this many of
+    # them, the newest included. 0: no cache of its own, and prompts do not run through it.
     num_first_inputs = 0
 
     def __init__(self, model: Transformer | None = None):
@@ -153,9 +154,9 @@ class ModelDraft(Drafter):
     first pass takes the last two. On the target's cache it takes one: verification has overwritten
     what the draft wrote, at all K + 1 positions of every layer."""
 
-    # A number n makes num_first_inputs k_max + 1 + n: the tokens that the last round may have
-    # decided, and n before them. With k_max = 3, EAGLE-3, MTP and PARD (n = 0) have 4, and DFlash
-    # (n = 1) has 5. None: it stays 2 with a cache of its own, 0 on the target's.
+    # For drafts that write other keys and values for drafted tokens than for decided ones. A number
+    # n sets num_first_inputs to k_max + 1 + n: all tokens that the last round may have decided, and
+    # n before them (EAGLE-3, MTP, PARD: 0, DFlash: 1). None keeps 2, or 0 on the target's cache.
     num_extra_inputs: int | None = None
     # Positions from the last decided token on that its cache needs beyond the target's.
     num_scratch = 0
@@ -191,7 +192,7 @@ class ModelDraft(Drafter):
         self.register_buffer("num_drawn", zero, persistent=False)
 
     def propose(self, batch: nn.Module, plan) -> Draft:
-        num_written = max(plan.k, self.num_scratch)
+        num_written = max(plan.k, self.num_scratch)  # DFlash writes a whole block for any k
         caches = self.runner.slice_to(plan.length + num_written)
         self.num_drawn.zero_()
         self.run_passes(caches, batch, plan.k)
@@ -206,7 +207,7 @@ class ModelDraft(Drafter):
             num_inputs = 1  # the token just drawn
 
     def causes(self) -> list[str]:
-        if hasattr(self.model.embed, "ids"):
+        if hasattr(self.model.embed, "ids"):  # a vocabulary.Translated embedding
             return ["The draft has another tokenizer, and drafts only the tokens that both have"]
         return []
 
@@ -215,7 +216,8 @@ class ModelDraft(Drafter):
         draft = Draft(self.tokens, self.probs).cut(k)
         if self.max_positions >= self.runner.caches.max_seq_length:
             return draft
-        limit = batch.draft_limit.clamp(max=k)  # of its own row: others may draft more
+        # The row's own limit: it may draft fewer than k tokens, and these may all lie within.
+        limit = batch.draft_limit.clamp(max=k)  # (B,)
         is_within = batch.pos + limit < self.max_positions  # (B,)
         return draft._replace(q=torch.where(is_within[:, None, None], draft.q, 0))
 
@@ -248,13 +250,13 @@ class ModelDraft(Drafter):
         logits = batch.process_draft_logits(logits, last)
         q = distribution(logits, batch.sampling_path, batch.values)
         noise = batch.noise(pos, DRAFT_DRAW)  # (B, T)
-        token = draw(q, noise, batch.sampling_path)
+        tokens = draw(q, noise, batch.sampling_path)  # (B, T)
         # A NaN in q draws INVALID, which no model can embed; verification rejects the token.
-        token = batch.broadcast(token.clamp(min=0))
-        batch.tokens.scatter_(1, pos, token)
+        tokens = batch.broadcast(tokens.clamp(min=0))
+        batch.tokens.scatter_(1, pos, tokens)
         T = pos.size(1)
         index = self.num_drawn + torch.arange(T, device=pos.device)  # (T,)
-        self.tokens.index_copy_(1, index, token)
+        self.tokens.index_copy_(1, index, tokens)
         self.probs[..., : self.vocab_size].index_copy_(1, index, q)
         self.num_drawn.add_(T)
 
@@ -330,15 +332,13 @@ class CustomDraft(Drafter):
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a draft is loaded: the dtype and scheme of its model; `sharded`: divided over the ranks;
-    `progress`: with a bar; `target`: the target's Checkpoint, None where that is unknown, as with
-    random weights."""
+    """How a draft is loaded."""
 
-    dtype: str | None = None
-    quantize: str | None = None
-    sharded: bool = False
-    progress: bool = False
-    target: object = None
+    dtype: str | None = None  # of its model
+    quantize: str | None = None  # the scheme of its weights
+    sharded: bool = False  # divided over the ranks
+    progress: bool = False  # with a bar
+    target: object = None  # the target's Checkpoint; None for a model with random weights
 
 
 def read_count(value: str, what: str) -> int:

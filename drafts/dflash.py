@@ -46,18 +46,19 @@ from loading.config import Section
 from model import Caches, Config, Linear, RMSNorm, apply_rope_partly
 
 MAX_BLOCK = 64  # a block may not reach past the positions that an engine clears after a request
-OPTIONS = {"block_size", "mask_token_id", "target_layer_ids", "causal"}  # the keys of dflash_config
-OTHER_LAYOUTS = ("speculators_model_type", "draft_vocab_size", "sample_from_anchor")  # their keys
+# In z-lab's layout: all keys of dflash_config, and keys of config.json that only others have.
+OPTIONS = {"block_size", "mask_token_id", "target_layer_ids", "causal"}
+OTHER_LAYOUTS = ("speculators_model_type", "draft_vocab_size", "sample_from_anchor")
 
 
 class DFlash(NamedTuple):
     block_size: int  # tokens of a block, the last decided one included
     mask: int  # the id of the mask token
     state_ids: tuple[int, ...]  # of the target, which go into `fc`
-    has_anchor: bool = False  # the last decided token draws too
+    has_anchor: bool = False  # does the last decided token draw the first one, not the first mask?
     markov_rank: int = 0  # of the Markov head; 0: there is none
     vocab_size: int = 0  # of the draft's head; 0: the target's
-    draft_topk: int = 0  # the Markov head chooses among as many best tokens; 0: among all
+    draft_topk: int = 0  # with a Markov head, so many best logits stay before it adds; 0: all
 
 
 class DFlashModel(HiddenStateModel):
@@ -102,6 +103,7 @@ class DFlashModel(HiddenStateModel):
             attention = layer.attention
             H, G = attention.heads()
             qkv = attention.qkv(context).unflatten(-1, (-1, attention.head_dim))  # (B, T, H+2G, E)
+            # One Linear makes queries too, which a context does not need.
             _, k, v = qkv.transpose(1, 2).split((H, G, G), dim=1)  # (B, G, T, E)
             k = apply_rope_partly(attention.k_norm(k), cos, sin, attention.interleaved)
             keys_values.append((k, v))
@@ -143,7 +145,7 @@ class DFlashModel(HiddenStateModel):
     ) -> dict:
         """As in any model, but layers without a window see the block up to its end."""
         visible = super().visible_by_window(pos, caches, dtype)
-        if None in visible:
+        if None in visible:  # layers without a window: every query sees what the block's last sees
             end = pos[:, -1:].expand_as(pos)
             visible[None] = super().visible_by_window(end, caches, dtype)[None]
         return visible
@@ -172,8 +174,8 @@ class DFlashDraft(HiddenStateDraft, ParallelDraft):
         K: int,
     ) -> None:
         """Write the context of the latest decided tokens but the last, and draw K tokens."""
-        num_contexts = self.num_first_inputs - 1
-        self.hidden_up_to(caches, batch, batch.pos - 1, num_contexts)  # writes keys and values
+        num_contexts = self.num_first_inputs - 1  # all but the newest token's
+        self.hidden_up_to(caches, batch, batch.pos - 1, num_contexts)  # for what it writes
         pos = batch.pos[:, None]  # (B, 1)
         ahead = torch.arange(self.num_scratch, device=pos.device)  # (W,)
         last = batch.tokens.gather(1, pos)  # (B, 1)
@@ -214,6 +216,7 @@ def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:
     """The draft's settings and Config, for a target of this Config. UserError names the wrong key
     and value."""
     hf = Section(hf)
+    # The sections with the block's settings and with the layers': in two layouts not config.json's.
     options = hf
     layer = hf
     has_anchor = hf.flag("sample_from_anchor")
@@ -226,7 +229,8 @@ def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:
     check_target(layer, {"hidden_size": target.dim, "vocab_size": target.vocab_size})
     check_target(hf, {"num_target_layers": target.n_layers, "target_hidden_size": target.dim})
     config = layer_config(Section(layer | {"is_causal": None, "tie_word_embeddings": False}), hf)
-    # True is always refused, and false where layers have windows: these alone are causal.
+    # Here layers with a window are causal and others are not. True asks it of the others too, false
+    # of none: so true is always refused, and false where a layer has a window.
     for section, key in ((hf, "is_causal"), (options, "causal")):
         is_false = section.get(key) is False
         if section.flag(key) or (is_false and any(config.windows)):

@@ -51,7 +51,8 @@ class AuxHiddenStates(nn.Module):
         self.x[row_index(pos), pos] = x
 
     def read(self, pos: Tensor) -> Tensor:
-        """(B, T, D) at pos (B, T). A parked row's pos may lie behind the target's cache."""
+        """(B, T, D) at pos (B, T). A parked row's pos may lie past the end, because the draft's
+        cache may be longer; nothing uses what such a row reads."""
         last = self.x.size(1) - 1
         return self.x[row_index(pos), pos.clamp(max=last)]
 
@@ -69,14 +70,15 @@ class AuxHiddenStates(nn.Module):
 
 
 class HiddenStateModel(Transformer):
-    """A draft model that reads the target's states `state_ids`, of which `fuse` makes one. Where
-    its embedding or its head is None, `borrow` takes the target's.
+    """A draft model that reads some of the target's states. Where its embedding or its head is
+    None, `borrow` takes the target's. A subclass sets `state_ids`, and has fuse(*states) -> one
+    state (B, T, D).
 
     `vocab_size`: of the draft's head, which may have only some of the target's tokens. `ids` (V,):
     the draft's id for each id of the target's, -1 for none; None where they are the same.
     """
 
-    state_ids: tuple[int, ...]
+    state_ids: tuple[int, ...]  # which of the target's states, numbered as above
     # Modules of its own, which folders store under the same names.
     OWN = ("fc", "fc_norm", "hidden_norm", "input_norm", "markov_head")
 
@@ -147,7 +149,7 @@ class HiddenStateModel(Transformer):
         `block`: the folder's name of the first layer. UserError names tensors that do not fit."""
         tensors = checkpoint.tensors
         V = target.vocab_size
-        maps = {}
+        maps = {}  # of ids, which fill no parameter: name -> (shape, types) to check
         if self.lm_head is not None:
             n = self.lm_head.out_features
             # d2t[i] is the target's id of the draft's token i, less i. t2d adds nothing to it.
@@ -158,7 +160,7 @@ class HiddenStateModel(Transformer):
         fill_parts(checkpoint.path, tensors, self.parts_by_name(block), maps)
         if "d2t" in maps:
             draft_ids = torch.arange(n)
-            target_ids = draft_ids + tensors["d2t"][...]
+            target_ids = draft_ids + tensors["d2t"][...]  # (n,); [...] reads the file
             check_target_ids(target_ids, V, checkpoint.path)
             ids = torch.full((V,), -1).scatter(0, target_ids, draft_ids)
             self.register_buffer("ids", ids.to(self.norm.weight.device), persistent=False)
@@ -175,9 +177,9 @@ class HiddenStateDraft(ModelDraft):
         target,
         maybe_compile: Callable,
     ) -> None:
-        self.model.borrow(target.model)
+        self.model.borrow(target.model)  # first: a runner reads `norm`, which MTP may borrow
         like = target.model.norm.weight
-        S = target.S + target.slack
+        S = target.S + target.slack  # as the target's caches
         with torch.inference_mode(False):  # plain tensors, which any later code may write to
             states = {i: AuxHiddenStates(target.B, S, like) for i in self.model.state_ids}
         super().setup(batch, k_max, target, maybe_compile)
@@ -206,8 +208,8 @@ class PairModel(HiddenStateModel):
         dtype: torch.dtype,
     ) -> dict:
         """As in any model, but position 0, which has no pair, is never visible."""
-        # Position 0 gets a number after all queries, which masks it. The mask of gathered keys is
-        # made from their index and not from key_pos, so it is masked there again.
+        # A key at 2^30 comes after every query, so that none sees it. Where a window gathers keys,
+        # masks are made from `index` and not from key_pos: the loop masks it there.
         key_pos = torch.where(caches.key_pos == 0, 2**30, caches.key_pos)
         visible = super().visible_by_window(pos, caches._replace(key_pos=key_pos), dtype)
         for window, keys in visible.items():
@@ -254,7 +256,7 @@ class PairDraft(HiddenStateDraft):
     def setup(self, *args) -> None:
         super().setup(*args)
         weight = self.model.norm.weight  # (D,)
-        # The draft's state of the last input token (B, 1, D).
+        # (B, 1, D) the draft's state at the token that ran last, which the next one is paired with.
         last_state = weight.new_zeros(len(self.tokens), 1, len(weight))
         self.register_buffer("last_state", last_state, persistent=False)
 
@@ -304,7 +306,7 @@ class HiddenStateSource(DraftSource):
     def load(self, target: Transformer, tokenizer) -> HiddenStateDraft:
         """The drafter, in the target's dtype."""
         like = target.norm.weight
-        with torch.device("meta"):
+        with torch.device("meta"):  # no memory for what drop_unstored removes
             model = to_dtype(self.new_model(), like.dtype)
         model.drop_unstored(self.origin, target.config.vocab_size)
         allocate(model, like.device)

@@ -6,14 +6,9 @@ before the step and costs nothing, and it knows how probable it is that 1, 2, â€
 accepted. The second runs a model. Its draft takes time, and what it promises is the acceptance of
 its earlier rounds.
 
-The choice is made before each step, from decided tokens alone. With a fixed K the first drafts if
-it promises at least the tokens that the second's acceptance so far predicts. With "auto" both are
-rated at their best K, in tokens for the cost of a plain step. Between two copies the first promises
-nothing, but a round of the model could delay the next copy. So the first also takes the step while
-the memory's running gain without the model (decoding.draft_length.Gains) is at least what the
-second promises. Where neither pays, DraftLength makes plain steps, and tries the second again after
-a while. As in ArcticInference (github.com/snowflakedb/ArcticInference, vllm/model_runner.py), no
-drafted token takes part in the choice, so it does not change the distribution of the text.
+The choice (`prefers_first`) is made before each step, from decided tokens alone. As in
+ArcticInference (github.com/snowflakedb/ArcticInference, vllm/model_runner.py), no drafted token
+takes part in it, so it does not change the distribution of the text.
 """
 
 from collections.abc import Sequence
@@ -73,22 +68,30 @@ class HybridDraft(Drafter):
     def prefers_first(
         self, first_expected: Sequence, second_expected: Sequence, memory: Memory
     ) -> bool:
-        """Does the first draft in this step? The module's docstring has the rule."""
-        num_rows = second_expected.count(None)  # None: the second can draft for this row
+        """Does the first draft in this step?
+
+        With a fixed K, if it promises at least the tokens that the second's acceptance so far
+        predicts. With "auto" both are rated at their best K, in tokens for a plain step's cost.
+        Between two copies the first promises nothing, but a round of the model could delay the next
+        copy: so the first also takes the step while the memory's running gain without the model
+        (draft_length.Gains) is at least what the second promises. Where neither pays, the second
+        has the step: DraftLength then makes plain ones, and tries the second after a while.
+        """
+        num_rows = second_expected.count(None)  # rows that the second can draft for
         draft_length = memory.draft_length
         fixed = draft_length.fixed
         if fixed is not None:  # no K to choose: compare expected tokens
             promised = sum(sum(row[:fixed]) for row in first_expected)
-            predicted = expected_tokens(draft_length.alpha, fixed) - 1
+            predicted = expected_tokens(draft_length.alpha, fixed) - 1  # less the target's own
             return promised >= num_rows * predicted
         if num_rows == 0:
             return True
         # Compare tokens for the cost of a plain step, each draft at its best K.
         k, first_rate = draft_length.best_for(first_expected)
-        # `best_for` divides the rate of a round by MIN_GAIN, so the second's is divided too.
+        # By MIN_GAIN too, as `best_for` has divided the first's: a round must gain that much.
         second_rate = draft_length.best()[1] / MIN_GAIN
         if k == 0 and second_rate < 1:
-            return False  # neither pays
+            return False  # neither pays: the second's DraftLength makes plain steps
         return max(first_rate, memory.of(Gains).rate) >= second_rate
 
     def propose(self, batch: nn.Module, plan) -> Draft:
@@ -97,8 +100,8 @@ class HybridDraft(Drafter):
         ]
         if first_rows and len(first_rows) == len(plan.requests):
             return self.first.propose(batch, plan)
-        # The second overwrites probabilities of its own ids alone. Others may be left over from
-        # rows of the first, which an earlier step copied into the second's fixed tensors below.
+        # `draft` is the second's fixed tensors, and an earlier step wrote rows of the first there
+        # (below). The second overwrites its own ids alone, so the target's other ids are zeroed.
         self.second.probs[..., self.second.vocab_size :] = 0.0
         draft = self.second.propose(batch, plan)
         if first_rows or not plan.requests:  # without requests both are compiled and measured

@@ -150,7 +150,7 @@ def check_draft(
     spec, other = split_spec(folder_or_spec)
     kind, _, value = spec.partition(":")
     with error_prefix(f"--draft {folder_or_spec}"):
-        if kind not in SPECS:
+        if kind not in SPECS or other == "":
             raise UserError(f"expected {SPEC_HELP}")
         if kind == "mtp":
             if not value:

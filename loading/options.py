@@ -167,7 +167,7 @@ MTP_SPEC = re.compile("((?:suffix|ngram)(?::[^,]*)?,)?mtp(?::(.*))?")
 def split_spec(text: str | None) -> tuple[str | None, str | None]:
     """A spec of --draft -> the spec, and the draft that follows one without a model, or None:
     "suffix:8,DIR" -> ("suffix:8", "DIR")."""
-    match = re.fullmatch("((?:suffix|ngram)(?::[^,]*)?),(.+)", text or "")
+    match = re.fullmatch("((?:suffix|ngram)(?::[^,]*)?),(.*)", text or "")
     return match.groups() if match else (text, None)
 
 
