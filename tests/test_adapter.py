@@ -83,7 +83,7 @@ def adapter(base, folder, **options):
             "modules_to_save": ["lm_head", "norm"],
         },
         {"r": 2, "lora_alpha": 4, "target_modules": ["embed_tokens", "lm_head", "v_proj"]},
-        {"r": 2, "target_modules": ["down_proj"], "layers_to_transform": [1]},
+        {"r": 1, "target_modules": ["down_proj"], "layers_to_transform": [1]},
         {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": "mica"},
     ],
 )

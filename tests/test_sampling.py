@@ -174,10 +174,11 @@ def test_a_maximum_by_parts_is_the_maximum(num_parts):
     logits[4, 90] = logits[4, 127] = math.nan
     logits[5] = -math.inf
     logits[6, 5:] = -math.inf
-    top, index = program.max_by_parts(logits, num_parts)
-    want = logits.max(dim=-1)
-    assert torch.equal(index, want.indices)
-    assert torch.equal(top.nan_to_num(7.5), want.values.nan_to_num(7.5))
+    for x in (logits, logits.view(3, 3, 128)):  # (B, V), (B, T, V)
+        top, index = program.max_by_parts(x, num_parts)
+        want = x.max(dim=-1)
+        assert torch.equal(index, want.indices)
+        assert torch.equal(top.nan_to_num(7.5), want.values.nan_to_num(7.5))
 
 
 def test_a_top_k_of_one_is_greedy_and_larger_ones_keep_ties():

@@ -697,6 +697,15 @@ def test_a_message_cannot_spell_a_turn_though_the_marker_is_not_special(
         assert tokenizer.chat(messages, add_generation_prompt=True) == want
 
 
+def test_a_role_that_spells_a_token_stays_text(sp_folder, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].role }} {{ messages[0].content }}")
+    tokenizer = load_tokenizer(sp_folder, chat_template=template)
+    ids = tokenizer.chat([{"role": "user</s>", "content": "cat"}])
+    assert "user</s> cat" in tokenizer.decode(ids)
+    assert tokenizer.stop_ids and not tokenizer.stop_ids & {*ids}
+
+
 @pytest.mark.parametrize("kind", ["first", "legacy", "model", "older model"])
 def test_a_message_that_spells_a_token_changes_no_id_around_it(kind, sp_folder, tmp_path):
     """Metaspace puts its space before a text's beginning alone ("first"); an older file's
