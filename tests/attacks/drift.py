@@ -27,7 +27,8 @@ where passes over 1 and over K + 1 differ.
 Requests "mixed" have prompts of 1 to MAX_PROMPT ids, in chunks, that share beginnings; each comes
 twice, greedy and sampled. They arrive at random steps into fewer slots, some refuse drafts, some
 are aborted. A greedy text is compared with its prompt's alone, plain, in a fresh engine of one
-slot. `bits` counts tokens whose log-probabilities differ.
+slot, whose passes have no more rows than the model's kernels round alike (int4: 128). `bits` counts
+tokens whose log-probabilities differ.
 
 This file measures one pair of models on one machine, and EAGLE-3 and DFlash with random weights,
 which guess few tokens right. It does not show what other kernels or sizes would do.
@@ -75,7 +76,7 @@ from model import Transformer
 from scripts.distill.draft_kinds import default_layer_ids
 from scripts.distill.draft_start import init_weights
 from weights.schemes import SCHEMES
-from weights.walker import pack_model
+from weights.walker import batch_invariant_rows, pack_model
 
 ROOT = Path(__file__).parents[2]
 FORMATS = (*DTYPES, *SCHEMES)  # the schemes with bfloat16 activations
@@ -280,8 +281,12 @@ def plain_texts(
     alone, each in a fresh engine."""
     engine, n = engine_of(args, model, row, size), args.new_tokens
     if row["requests"] == "mixed":
-        alone = (greedy(engine_of(args, model, row, size), [prompt], n) for prompt in prompts)
-        return [*itertools.chain(*alone)], {}, engine.identical
+        alone = []
+        for prompt in prompts:
+            fresh = engine_of(args, model, row, size)
+            fresh.runner.chunk = min(fresh.runner.chunk, batch_invariant_rows(model) or CHUNK)
+            alone += greedy(fresh, [prompt], n)
+        return alone, {}, engine.identical
     requests, numbers = greedy(engine, prompts, n), [k for k in args.speculate_k if k != "auto"]
     return requests, {} if args.compile else differing(engine, requests, numbers), engine.identical
 
