@@ -74,7 +74,8 @@ def session_bytes(
     for model in models:
         weights += sum(parameter.nbytes for parameter in model.parameters())
         for name, linear in named_linears(model):
-            is_stacked = "experts" in name and device.type != "cpu"  # from the stored parts
+            # On a GPU pack_experts stacks the stored parts, which then stay as they are.
+            is_stacked = "experts" in name and device.type != "cpu"
             if isinstance(linear, QuantizedLinear) and not is_stacked:
                 weights += linear.held_bytes(device.type) - linear.stored_bytes
     per_position = cached_bytes(models, cache_class(options.engine.cache_type))

@@ -235,9 +235,7 @@ class Engine:
         may still write positions past its text."""
         request.finish_reason = reason
         request.status = Status.FINISHED
-        if request in self.scheduler.waiting:
-            self.scheduler.waiting.remove(request)
-        if request.slot is not None:  # neither, if an interrupt came before it was put in line
+        if request.slot is not None:
             self.batch.park(request.slot.index)
             # At least what `padded_length` adds to a chunk.
             num_padding = max(PREFILL_CHUNK, self.runner.chunk) // 8
@@ -245,6 +243,8 @@ class Engine:
             # the text; one more step to spare.
             num_in_flight = (self.readback.host_lag + 2) * (self.planner.max_k + 1)
             self.scheduler.release(request, num_in_flight + num_padding)
+        elif request in self.scheduler.waiting:  # an interrupt may have kept it out of the line
+            self.scheduler.waiting.remove(request)
         del self.requests[request.id]
 
     @torch.inference_mode()

@@ -239,11 +239,12 @@ def read_experts(hf: Section, defaults: Mapping[str, object], n_layers: int) -> 
                 # Hunyuan repeats a value for each layer; all must be equal.
                 value = hf.entries(name, n_layers, "layers", tuple(value[:1]))[0]
             # A Section of its own, so that messages have the file's own name.
-            found = Section({name: value})
+            entry = Section({name: value})
             field = EXPERT_FIELDS.get(key)
             if value is not None and field and field.name:
-                found.read(name, field.kind)  # for its UserError
-            experts[key] = experts.agreed(key, found, name)  # several names may hold it, if alike
+                entry.read(name, field.kind)  # for its UserError
+            # Several names may hold it, if their values are equal.
+            experts[key] = experts.agreed(key, entry, name)
         if experts[key] is None:
             experts[key] = default
     return experts

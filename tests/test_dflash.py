@@ -244,7 +244,7 @@ def test_interleaved_rope_is_computed(target, target_folder, tmp_path):
     assert distance(target, drafter, wrong, folder, 0)[0] > 1e-3
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma-3", "granite"])
 def test_a_lent_embedding_and_head_bring_their_scales(family, folder_of, tmp_path):
     """Gemma 3 multiplies embeddings by the root of its size, Granite embeddings and logits by

@@ -391,7 +391,7 @@ def test_a_head_of_few_tokens_cannot_be_the_targets(target, tmp_path):
     assert "tie_word_embeddings" not in str(error.value)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["outer", "inner"])
 def test_interleaved_rope_of_an_eagle_is_computed(place, target, target_folder, tmp_path):
     tensors = eagle_tensors("layers.0", 3 * D)

@@ -48,7 +48,7 @@ def test_stop_ids_that_are_none_are_refused(stop_ids):
             next(tokens)
 
 
-@pytest.mark.one_in(26, 8)
+@pytest.mark.one_in(52, 7)
 @pytest.mark.parametrize("k", [4, 1])
 @pytest.mark.parametrize("block", [True, False], ids=["block", "token"])
 @pytest.mark.parametrize("path", SAMPLINGS)
