@@ -1,8 +1,9 @@
 """The families of models that can be loaded: one record for every model_type, which holds its
 differences from Llama.
 
-    Field         a scalar's names in config.json, GGUF and model.Config;  FIELDS, EXPERT_FIELDS  a
-                  row for each
+    Field         a scalar's names in config.json, GGUF and model.Config
+    FIELDS, EXPERT_FIELDS
+                  a Field for each key of config.json, of all models and of experts
     NEUTRAL       key -> the values, besides null, that change nothing: a family that does not read
                   the key accepts these alone
     Family        what may differ, with Llama's values as defaults;  llama_like  makes a record
